@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from callbacks.base import Callback
-from trainer.checks import choice_error
+from trainer.checks import check_choice
 
 # The hooks, which the loop calls with the trainer; the other methods handle checkpoint state.
 HOOKS = tuple(
@@ -32,6 +32,5 @@ class LambdaCallback(Callback):
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:
         for name, function in hooks.items():
-            if name not in HOOKS:
-                raise ValueError(choice_error("The hook", name, HOOKS))
+            check_choice("The hook", name, HOOKS)
             setattr(self, name, function)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from callbacks.base import Callback
-from trainer.checks import check_counts, check_numbers, choice_error, given
+from trainer.checks import check_choice, check_counts, check_numbers, choice_error, given
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ class ModelPruning(Callback):
         prune_on_train_epoch_end: bool = True,
     ) -> None:
         for name in parameter_names or ():
-            if name not in self.PARAMETER_NAMES:
-                raise ValueError(choice_error("parameter_names", name, self.PARAMETER_NAMES))
+            check_choice("parameter_names", name, self.PARAMETER_NAMES)
         check_counts(0, verbose=verbose)
         check_numbers(**given(pruning_dim=pruning_dim))
         self._method: Any = _METHODS.get(pruning_fn, pruning_fn)

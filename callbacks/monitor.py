@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from callbacks.base import Callback
-from trainer.checks import choice_error
+from trainer.checks import check_choice
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ class Monitor:
     mode: Mode
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(choice_error("mode", self.mode, get_args(Mode)))
+        check_choice("mode", self.mode, get_args(Mode))
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(
                 f"monitor is {self.name!r}; it must be the name of a logged metric: 'val/loss'."

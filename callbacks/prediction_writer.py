@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
-from trainer.checks import choice_error, suggest_arguments
+from trainer.checks import check_choice, suggest_arguments
 from trainer.files import absolute_folder
 
 if TYPE_CHECKING:
@@ -55,10 +55,7 @@ class PredictionWriter(Callback):
         write_interval: WriteInterval = "epoch",
         overwrite: bool = False,
     ) -> None:
-        if write_interval not in get_args(WriteInterval):
-            raise ValueError(
-                choice_error("write_interval", write_interval, get_args(WriteInterval))
-            )
+        check_choice("write_interval", write_interval, get_args(WriteInterval))
         self.dirpath = absolute_folder(dirpath)
         self.write_interval = write_interval
         self.overwrite = overwrite

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.monitor import Mode, Monitor, MonitorCallback
-from trainer.checks import check_counts, check_numbers, choice_error
+from trainer.checks import check_choice, check_counts, check_numbers
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ class SpikeDetection(MonitorCallback):
             )
         if not (deviations or rtol or atol):
             raise ValueError("deviations, rtol and atol are all 0; set at least one above 0.")
-        if action not in get_args(Action):
-            raise ValueError(choice_error("action", action, get_args(Action)))
+        check_choice("action", action, get_args(Action))
         self._monitor = Monitor(monitor, mode)
         self.window = int(window)
         self.warmup = warmup

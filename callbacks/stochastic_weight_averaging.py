@@ -11,7 +11,7 @@ from torch import Tensor
 from callbacks.averages import Averages
 from callbacks.base import Callback, refuse_manual_optimization
 from callbacks.weight_averaging import WeightAveraging
-from trainer.checks import check_counts, check_numbers, check_positive, choice_error
+from trainer.checks import check_choice, check_counts, check_numbers, check_positive
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -72,10 +72,7 @@ class StochasticWeightAveraging(Callback):
         else:
             check_numbers(1, swa_epoch_start=swa_epoch_start)
         check_counts(0, annealing_epochs=annealing_epochs)
-        if annealing_strategy not in get_args(Strategy):
-            raise ValueError(
-                choice_error("annealing_strategy", annealing_strategy, get_args(Strategy))
-            )
+        check_choice("annealing_strategy", annealing_strategy, get_args(Strategy))
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
         self.annealing_epochs = annealing_epochs

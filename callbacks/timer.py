@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
-from trainer.checks import choice_error
+from trainer.checks import check_choice
 from trainer.interval import seconds_of
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class Timer(Callback):
         interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
     ) -> None:
-        if interval not in ("step", "epoch"):
-            raise ValueError(choice_error("interval", interval, ("step", "epoch")))
+        check_choice("interval", interval, ("step", "epoch"))
         self.duration = None if duration is None else seconds_of("duration", duration)
         self.interval = interval
         self.verbose = verbose
@@ -61,8 +60,7 @@ class Timer(Callback):
         Raises:
             ValueError: There is no such stage.
         """
-        if stage not in self._elapsed:
-            raise ValueError(choice_error("stage", stage, self._elapsed))
+        check_choice("stage", stage, self._elapsed)
         now = time.monotonic()
         return self._elapsed[stage] + now - self._since.get(stage, now)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.averages import Averages
 from callbacks.base import Callback
-from trainer.checks import check_counts, check_numbers, choice_error, given, suggest_arguments
+from trainer.checks import check_choice, check_counts, check_numbers, given, suggest_arguments
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ class WeightAveraging(Callback):
             update_starting_at_epoch=update_starting_at_epoch,
         )
         check_counts(0, **starts)
-        if final_weights not in get_args(Final):
-            raise ValueError(choice_error("final_weights", final_weights, get_args(Final)))
+        check_choice("final_weights", final_weights, get_args(Final))
         self.decay = decay
         self.decay_warmup = decay_warmup
         self.update_every_n_steps = update_every_n_steps

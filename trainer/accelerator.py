@@ -32,7 +32,14 @@ from trainer.checkpoint.accelerator_state import PreparedObjects
 from trainer.checkpoint.objects import save
 from trainer.checkpoint.save import run_on_all_ranks
 from trainer.checkpoint.weights import parse_size, save_model, write_model
-from trainer.checks import check_bools, check_numbers, check_type, given, suggest_arguments
+from trainer.checks import (
+    check_bools,
+    check_counts,
+    check_numbers,
+    check_type,
+    given,
+    suggest_arguments,
+)
 from trainer.configuration import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -60,7 +67,6 @@ from trainer.configuration.dummy_optimizers import (
     MegatronLMDummyScheduler,
     is_deepspeed_schedule,
 )
-from trainer.configuration.fields import at_least
 from trainer.data.dataloader import PreparedLoader
 from trainer.data.prepare import prepare_data_loader, skip_first_batches
 from trainer.distributed import collectives
@@ -918,7 +924,7 @@ class Accelerator:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        at_least(1, "gradient_accumulation_steps", steps)
+        check_counts(1, gradient_accumulation_steps=steps)
         self.gradient_state.plugin = replace(self.gradient_state.plugin, num_steps=steps)
 
     @property
@@ -1637,7 +1643,7 @@ def _chosen_window(
     check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is None:
         if steps is not None:
-            at_least(1, "gradient_accumulation_steps", steps)
+            check_counts(1, gradient_accumulation_steps=steps)
         return GradientAccumulationPlugin(num_steps=steps)
     if steps not in (None, 1):
         raise ValueError(

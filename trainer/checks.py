@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
@@ -20,11 +21,20 @@ def check_bools(**given: object) -> None:
     """Raise if an argument is not a bool: a text such as "no" would count as true.
 
     Raises:
-        TypeError: An argument is neither True nor False; 1 and 0 are accepted.
+        TypeError: An argument is neither True nor False; 1 and 0, which equal them, are accepted.
     """
     for name, value in given.items():
         if value not in (True, False):
             raise TypeError(f"{name} is {value!r}; it must be True or False.")
+
+
+def check_bool_fields(configuration: Any) -> None:
+    """Raise if a field of a dataclass that is annotated as a bool is none; see `check_bools`."""
+    owner = type(configuration).__name__
+    for field in dataclasses.fields(configuration):
+        value = getattr(configuration, field.name)
+        if field.type == "bool" or (field.type == "bool | None" and value is not None):
+            check_bools(**{f"{owner}: {field.name}": value})
 
 
 def check_numbers(least: float = -math.inf, most: float = math.inf, /, **given: object) -> None:
@@ -41,15 +51,20 @@ def check_positive(**given: object) -> None:
         _check_number(name, value, "a number above 0", lambda number: number > 0)
 
 
-def check_counts(least: int, /, **given: object) -> None:
+def check_counts(least: int, hint: str = "", /, **given: object) -> None:
     """Raise if an argument is not a whole number of at least `least`; 1e3 is one.
+
+    Args:
+        least: The smallest valid number.
+        hint: The end of the message, what other values mean.
+        **given: The arguments.
 
     Raises:
         TypeError: An argument is not a number.
         ValueError: An argument has a fraction, or is smaller.
     """
     for name, value in given.items():
-        kind = f"a whole number of at least {least}"
+        kind = f"a whole number of at least {least}" + (f" ({hint})" if hint else "")
         _check_number(name, value, kind, lambda number: number >= least and not number % 1)
 
 
@@ -58,6 +73,12 @@ def _check_number(name: str, value: Any, kind: str, valid: Callable[[Any], bool]
     if not is_number or not valid(value):
         error = ValueError if is_number else TypeError
         raise error(f"{name} is {value!r}; it must be {kind}.")
+
+
+def check_choice(what: str, value: object, choices: Collection[str]) -> None:
+    """Raise a ValueError if a value is not one of its choices; see `choice_error`."""
+    if value not in choices:
+        raise ValueError(choice_error(what, value, choices))
 
 
 def choice_error(what: str, value: object, choices: Iterable[str]) -> str:
@@ -137,3 +158,13 @@ def suggest_arguments(**instead: str) -> Callable[[Callable[P, R]], Callable[P, 
         return call
 
     return decorate
+
+
+C = TypeVar("C", bound=type)
+
+
+def explains_itself(cls: C) -> C:
+    """Decorate a dataclass so that an unknown argument's error lists the valid arguments."""
+    made: Any = cls
+    made.__init__ = suggest_arguments()(made.__init__)
+    return cls

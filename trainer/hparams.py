@@ -36,7 +36,7 @@ from trackers.jsonl import unused_name
 from trackers.redaction import redact, redacted_paths
 from trainer.checkpoint.serialization import decode_tree, encode_tree
 from trainer.checkpoint.storage import write_whole
-from trainer.checks import choice_error
+from trainer.checks import check_choice
 from trainer.distributed.process_control import on_main
 from trainer.errors import CheckpointError, module_logger
 
@@ -299,8 +299,7 @@ def _chosen(
     for call in calls:
         values |= {name: value for name, value in call.items() if not name.startswith("*")}
     for name in names:
-        if name not in values:
-            raise ValueError(choice_error(f"The name of an argument of {cls}", name, values))
+        check_choice(f"The name of an argument of {cls}", name, values)
     unnamed = [name for name in calls[-1] if name.startswith("*") and name[1:] not in skipped]
     if unnamed and not names:
         raise TypeError(

@@ -19,7 +19,7 @@ from trainer.checkpoint.loading import load_into
 from trainer.checkpoint.parts import Reader
 from trainer.checkpoint.storage import committed, locate, verify
 from trainer.checkpoint.weights import WEIGHTS_NAME
-from trainer.checks import choice_error
+from trainer.checks import check_choice
 from trainer.distributed.collectives import gather
 from trainer.errors import CheckpointError
 from trainer.files import with_home
@@ -646,10 +646,8 @@ class TrainModule(nn.Module):
         Raises:
             ValueError: The algorithm is unknown, or a limit is given twice or out of range.
         """
-        if gradient_clip_algorithm not in (None, "norm", "value"):
-            raise ValueError(
-                choice_error("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
-            )
+        if gradient_clip_algorithm is not None:
+            check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
         if gradient_clip_val is not None:
             if max_grad_norm is not None or max_grad_value is not None:
                 raise ValueError(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.save import run_on_all_ranks
 from trainer.checkpoint.weights import save_stages
-from trainer.checks import check_bools, check_counts, choice_error
+from trainer.checks import check_bools, check_choice, check_counts
 from trainer.distributed import transport
 from trainer.distributed.objects import broadcast_object
 from trainer.distributed.process_control import exchange
@@ -147,8 +147,7 @@ class PipelineParallel:
         count_items: Callable[[Any], float] | None = None,
     ) -> None:
         state = PartialState()
-        if schedule not in _SCHEDULES:
-            raise ValueError(choice_error("schedule", schedule, _SCHEDULES))
+        check_choice("schedule", schedule, _SCHEDULES)
         if num_microbatches is not None:
             check_counts(1, num_microbatches=num_microbatches)
             if num_microbatches < state.num_processes:
@@ -747,8 +746,7 @@ def _check_split_points(
         return choose_split_points(model, stages, classes)
     names = {name for name, _ in model.named_modules() if name}
     for name in split_points:
-        if name not in names:
-            raise ValueError(choice_error("split_points", name, names))
+        check_choice("split_points", name, names)
     if len(split_points) != stages - 1:
         raise ValueError(
             f"split_points has {len(split_points)} names, which make {len(split_points) + 1} "

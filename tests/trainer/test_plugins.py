@@ -80,7 +80,7 @@ def test_missing_arguments_come_from_the_environment(monkeypatch):
         ({"backend": "inductr"}, ValueError, r"dynamo backend is 'inductr'.*'eager'.*'inductor'\?"),
         ({"mode": "fast"}, ValueError, "mode of torch.compile is 'fast'.*'reduce-overhead'"),
         ({"fullgraph": "yes"}, TypeError, "fullgraph is 'yes'; it must be True or False"),
-        ({"dynamic": 1}, TypeError, "dynamic is 1; it must be True or False"),
+        ({"dynamic": 2}, TypeError, "dynamic is 2; it must be True or False"),
         ({"disable": None}, TypeError, "disable is None; it must be True or False"),
         ({"mode": "max-autotune", "options": {}}, ValueError, "mode='max-autotune' and options={}"),
     ],
@@ -293,7 +293,7 @@ def test_a_megatron_plugin_has_its_defaults_and_reads_the_environment(monkeypatc
             "leave one of them out",
         ),
         ({"lr_decay_style": "steep"}, ValueError, "lr_decay_style is 'steep'.*'cosine'"),
-        ({"recompute_activations": 1}, TypeError, "recompute_activations is 1"),
+        ({"recompute_activations": 2}, TypeError, "recompute_activations is 2"),
         ({"return_logits": "no"}, TypeError, "return_logits is 'no'"),
     ],
 )

@@ -586,3 +586,11 @@ def test_validate_and_test_return_the_metrics_of_each_loader():
     ]
     assert make().validate(Net(), loader(2)) == [{"val": 1.5}]
     assert make().validate(Net(), loader(3)) == [{"val": pytest.approx(2.5)}]
+
+
+def test_a_whole_number_may_be_written_as_a_float():
+    arguments = {"max_steps": 2e0, "gradient_accumulation_steps": 2.0, "seed": 1e1}
+    module, trainer = fit(loader(8), **arguments)
+    assert trainer.global_step == 2
+    assert len(module.seen["train"]) == 4
+    assert isinstance(trainer.max_steps, int)

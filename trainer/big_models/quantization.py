@@ -32,7 +32,7 @@ from trainer.big_models.tensors import (
 )
 from trainer.checkpoint.loading import find_weight_files
 from trainer.checkpoint.sharded_state import ShardedTensor, materialize
-from trainer.checks import check_bools, check_numbers, check_type, choice_error
+from trainer.checks import check_bools, check_choice, check_numbers, check_type, choice_error
 
 _COMPUTE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -87,8 +87,7 @@ class BnbQuantizationConfig:
             raise ValueError(choice_error("bnb_4bit_quant_type", kind, kinds))
         dtype = self.bnb_4bit_compute_dtype
         if isinstance(dtype, str):
-            if dtype not in _COMPUTE:
-                raise ValueError(choice_error("bnb_4bit_compute_dtype", dtype, _COMPUTE))
+            check_choice("bnb_4bit_compute_dtype", dtype, _COMPUTE)
             self.bnb_4bit_compute_dtype = _COMPUTE[dtype]
         for name in ("skip_modules", "keep_in_fp32_modules"):
             check_type(name, getattr(self, name), list, "It is a list of modules' names.")

@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import environment
-from trainer.checks import check_positive, check_type, choice_error
-from trainer.configuration.fields import at_least, check_bool_fields, explains_itself, fill, setting
+from trainer.checks import (
+    check_bool_fields,
+    check_choice,
+    check_counts,
+    check_positive,
+    check_type,
+    explains_itself,
+)
+from trainer.configuration.fields import fill, setting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -347,7 +354,7 @@ class DeepSpeedPlugin:
     def _validate(self) -> None:
         if self.gradient_accumulation_steps != "auto":
             self.gradient_accumulation_steps = int(self.gradient_accumulation_steps or 0)
-            at_least(1, "gradient_accumulation_steps", self.gradient_accumulation_steps)
+            check_counts(1, gradient_accumulation_steps=self.gradient_accumulation_steps)
         if self.gradient_clipping != "auto":
             self.gradient_clipping = float(self.gradient_clipping or 0)
             check_positive(gradient_clipping=self.gradient_clipping)
@@ -355,8 +362,7 @@ class DeepSpeedPlugin:
             raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1, 2 or 3.")
         for name in ("offload_optimizer_device", "offload_param_device"):
             value = getattr(self, name)
-            if value not in _OFFLOAD_DEVICES:
-                raise ValueError(choice_error(name, value, _OFFLOAD_DEVICES))
+            check_choice(name, value, _OFFLOAD_DEVICES)
             if value == "nvme":
                 raise NotImplementedError(
                     f"{name} is 'nvme', which is not supported: use 'cpu' or 'none'."
@@ -602,8 +608,7 @@ class DeepSpeedPlugin:
         here = {type(part).__name__: type(part) for part in model.modules()}
         names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
         for name in names:
-            if name not in here:
-                raise ValueError(choice_error("A class of transformer_moe_cls_names", name, here))
+            check_choice("A class of transformer_moe_cls_names", name, here)
         set_z3_leaf_modules(model, [here[name] for name in names])
 
     # -- transformers ------------------------------------------------------------------------------

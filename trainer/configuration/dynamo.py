@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checks import choice_error
-from trainer.configuration.fields import check_bool_fields, explains_itself, fill, setting
+from trainer.checks import check_bool_fields, check_choice, choice_error, explains_itself
+from trainer.configuration.fields import fill, setting
 from trainer.enums import DynamoBackend
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
@@ -72,8 +72,7 @@ class TorchDynamoPlugin:
             raise ValueError(choice_error(what, named, backends))
         # An enumeration member, which is also a string.
         self.backend = DynamoBackend(named.upper())
-        if self.mode not in _MODES:
-            raise ValueError(choice_error("The mode of torch.compile", self.mode, _MODES))
+        check_choice("The mode of torch.compile", self.mode, _MODES)
         check_bool_fields(self)
         if self.options is not None and self.mode != "default":
             raise ValueError(

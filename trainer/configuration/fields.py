@@ -5,40 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer import environment
-from trainer.checks import suggest_arguments
-
-_T = TypeVar("_T")
-
-
-def explains_itself(cls: type[_T]) -> type[_T]:
-    """Decorate a dataclass so that an unknown argument's error lists the valid arguments."""
-    made: Any = cls
-    made.__init__ = suggest_arguments()(made.__init__)
-    return cls
-
-
-def at_least(minimum: int, what: str, value: object, hint: str = "") -> None:
-    """Raise if a value is not an int of at least `minimum`; `hint` ends the message."""
-    end = f" ({hint})." if hint else "."
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} is {value!r}; it must be an int{end}")
-    if value < minimum:
-        raise ValueError(f"{what} is {value}; it must be at least {minimum}{end}")
-
-
-def check_bool_fields(configuration: Any) -> None:
-    """Raise if a field annotated as a bool has another type: a text such as "no" would be true."""
-    for field in dataclasses.fields(configuration):
-        value = getattr(configuration, field.name)
-        optional = field.type == "bool | None"
-        if optional and value is None:
-            continue
-        if (field.type == "bool" or optional) and not isinstance(value, bool):
-            owner = type(configuration).__name__
-            raise TypeError(f"{owner}: {field.name} is {value!r}; it must be True or False.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checks import choice_error
-from trainer.configuration.fields import (
-    Setting,
-    at_least,
-    check_bool_fields,
-    explains_itself,
-    fill,
-    setting,
-)
+from trainer.checks import check_bool_fields, check_choice, check_counts, explains_itself
+from trainer.configuration.fields import Setting, fill, setting
 from trainer.configuration.handlers import KwargsHandler
 from trainer.enums import FP8BackendType
 
@@ -190,15 +183,13 @@ class TERecipeKwargs(KwargsHandler):
         fill(self)
         self.fp8_format = str(self.fp8_format).upper()
         check_bool_fields(self)
-        at_least(0, "margin", self.margin)
-        at_least(1, "interval", self.interval)
-        at_least(1, "amax_history_len", self.amax_history_len)
+        check_counts(0, margin=self.margin)
+        check_counts(1, interval=self.interval, amax_history_len=self.amax_history_len)
         for name, choices in (
             ("fp8_format", ("HYBRID", "E4M3", "E5M2")),
             ("amax_compute_algo", ("max", "most_recent")),
         ):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(choice_error(name, value, choices))
+            check_choice(name, getattr(self, name), choices)
         flags = self.override_linear_precision or ()
         if len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
             raise TypeError(
@@ -229,8 +220,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         """Fill in the level and check it."""
         fill(self)
-        if self.opt_level not in ("O1", "O2"):
-            raise ValueError(choice_error("opt_level", self.opt_level, ("O1", "O2")))
+        check_choice("opt_level", self.opt_level, ("O1", "O2"))
 
 
 @explains_itself
@@ -279,5 +269,4 @@ class FP8RecipeKwargs(KwargsHandler):
             ("fp8_format", ("E4M3", "HYBRID")),
             ("amax_compute_algo", ("max", "most_recent")),
         ):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(choice_error(name, value, choices))
+            check_choice(name, getattr(self, name), choices)

@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainer import environment
-from trainer.checks import check_type, choice_error
-from trainer.configuration.fields import check_bool_fields, explains_itself, fill, setting
+from trainer.checks import (
+    check_bool_fields,
+    check_choice,
+    check_type,
+    choice_error,
+    explains_itself,
+)
+from trainer.configuration.fields import fill, setting
 
 if TYPE_CHECKING:
     import torch
@@ -358,8 +364,7 @@ def _policy(mixed_precision: str) -> Any:
 
     dtypes = {"no": None, "fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
     dtypes["fp8"] = torch.bfloat16  # around the layers that compute in fp8
-    if mixed_precision not in dtypes:
-        raise ValueError(choice_error("mixed_precision_policy", mixed_precision, dtypes))
+    check_choice("mixed_precision_policy", mixed_precision, dtypes)
     dtype = dtypes[mixed_precision]
     return MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32

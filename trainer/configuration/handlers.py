@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer import environment
-from trainer.checks import choice_error
-from trainer.configuration.fields import at_least, check_bool_fields, explains_itself, fill, setting
+from trainer.checks import (
+    check_bool_fields,
+    check_choice,
+    check_counts,
+    check_positive,
+    explains_itself,
+)
+from trainer.configuration.fields import fill, setting
 from trainer.enums import DDPCommunicationHookType
 from trainer.errors import module_logger
 
@@ -71,7 +76,8 @@ class GradientAccumulationPlugin(KwargsHandler):
         """Resolve `num_steps`, and check types and ranges."""
         what = _STEPS if self.num_steps is None else "num_steps"
         fill(self)
-        at_least(1, what, self.num_steps)
+        check_counts(1, **{what: self.num_steps})
+        self.num_steps = int(self.num_steps or 1)
         check_bool_fields(self)
 
     def warn_of_variable(self) -> None:
@@ -138,8 +144,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_bool_fields(self)
         kind = DDPCommunicationHookType
         self.comm_hook = kind(kind.parse(self.comm_hook, "comm_hook"))
-        if self.comm_wrapper not in (wrappers := ("no", "fp16", "bf16")):
-            raise ValueError(choice_error("comm_wrapper", self.comm_wrapper, wrappers))
+        check_choice("comm_wrapper", self.comm_wrapper, ("no", "fp16", "bf16"))
         self.comm_wrapper = kind(self.comm_wrapper)
         if self.comm_wrapper != kind.NO and self.comm_hook == kind.NO:
             raise ValueError(
@@ -182,14 +187,8 @@ class GradScalerKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         """Check types and ranges."""
         check_bool_fields(self)
-        for name, low, high, range_ in (
-            ("init_scale", 0, math.inf, "above 0 and finite"),
-            ("growth_factor", 1, math.inf, "above 1 and finite"),
-            ("backoff_factor", 0, 1, "between 0 and 1"),
-        ):
-            if not low < (value := getattr(self, name)) < high:
-                raise ValueError(f"{name} is {value}; it must be {range_}.")
-        at_least(1, "growth_interval", self.growth_interval)
+        check_positive(init_scale=self.init_scale)
+        check_counts(1, growth_interval=self.growth_interval)
 
 
 TRACE_NAME = "profile_{suffix}.json"
@@ -237,8 +236,7 @@ class ProfileKwargs(KwargsHandler):
         if isinstance(self.activities, str):
             raise TypeError(f"activities is {self.activities!r}; it must be a list of names.")
         for name in self.activities or ():
-            if name not in _ACTIVITIES:
-                raise ValueError(choice_error("activities", name, _ACTIVITIES))
+            check_choice("activities", name, _ACTIVITIES)
         self._schedule()
 
     def _schedule(self) -> Any:

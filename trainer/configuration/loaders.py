@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.configuration.fields import check_bool_fields, explains_itself
+from trainer.checks import check_bool_fields, check_type, explains_itself
 
 
 @explains_itself
@@ -47,5 +47,4 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         """Check the types."""
         check_bool_fields(self)
-        if isinstance(self.data_seed, bool) or not isinstance(self.data_seed, int | None):
-            raise TypeError(f"data_seed is {self.data_seed!r}; it must be an int or None.")
+        check_type("data_seed", self.data_seed, int)

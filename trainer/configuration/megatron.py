@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer import environment
-from trainer.checks import check_counts, check_numbers, check_type, choice_error
-from trainer.configuration.fields import check_bool_fields, explains_itself, fill, setting
+from trainer.checks import (
+    check_bool_fields,
+    check_choice,
+    check_counts,
+    check_numbers,
+    check_type,
+    explains_itself,
+)
+from trainer.configuration.fields import fill, setting
 
 _REFUSED = ("bool", "not supported: the error says what to use")
 _ONLY_ONE = ("count", "only 1 is supported")
@@ -261,8 +268,8 @@ class MegatronLMPlugin:
         """Fill in missing values from the environment and validate all."""
         fill(self)
         for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in (None, *choices):
-                raise ValueError(choice_error(name, value, choices))
+            if (value := getattr(self, name)) is not None:
+                check_choice(name, value, choices)
         check_bool_fields(self)
         check_counts(
             1,

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer import environment
-from trainer.checks import check_counts, check_type, choice_error
-from trainer.configuration.fields import check_bool_fields, explains_itself, fill, nested, setting
+from trainer.checks import (
+    check_bool_fields,
+    check_choice,
+    check_counts,
+    check_type,
+    explains_itself,
+)
+from trainer.configuration.fields import fill, nested, setting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,10 +48,7 @@ class TorchContextParallelConfig:
                 "cp_comm_strategy is 'alltoall', which sends keys and values from process to "
                 "process; here attention gathers them all: use 'allgather'."
             )
-        if self.cp_comm_strategy != "allgather":
-            raise ValueError(
-                choice_error("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
-            )
+        check_choice("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
 
 
 @explains_itself
@@ -186,9 +189,8 @@ class ParallelismConfig:
         self.device_mesh: DeviceMesh | None = None
         fill(self)
         check_counts(1, **self._sizes("{}_size"))
-        for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
-            if getattr(self, name) != known:
-                raise ValueError(choice_error(name, getattr(self, name), (known,)))
+        check_choice("cp_backend", self.cp_backend, ("torch",))
+        check_choice("sp_backend", self.sp_backend, ("deepspeed",))
         check_type("tp_handler", self.tp_handler, TorchTensorParallelConfig)
         check_type("cp_handler", self.cp_handler, TorchContextParallelConfig)
         check_type("sp_handler", self.sp_handler, DeepSpeedSequenceParallelConfig)

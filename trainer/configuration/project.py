@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 
-from trainer.configuration.fields import at_least, check_bool_fields, explains_itself
+from trainer.checks import check_bool_fields, check_counts, explains_itself
 
 
 @explains_itself
@@ -38,9 +38,11 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         """Check types and ranges, and fill in `logging_dir`."""
         check_bool_fields(self)
+        check_counts(0, iteration=self.iteration)
+        self.iteration = int(self.iteration)
         if self.total_limit is not None:
-            at_least(1, "total_limit", self.total_limit)
-        at_least(0, "iteration", self.iteration)
+            check_counts(1, total_limit=self.total_limit)
+            self.total_limit = int(self.total_limit)
         for name in ("project_dir", "logging_dir"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, (str, PathLike))):

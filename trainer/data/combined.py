@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from trainer.checks import choice_error
+from trainer.checks import check_choice
 from trainer.data.iterable import initial_state, part_of, stateful_source
 from trainer.data.sampler import MODES, JointBatches, joint_length, joint_rounds, length_of
 from trainer.data.seeding import as_fetched
@@ -74,8 +74,7 @@ class CombinedLoader:
     """
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
-        if mode not in MODES:
-            raise ValueError(choice_error("The mode of a CombinedLoader", mode, MODES))
+        check_choice("The mode of a CombinedLoader", mode, MODES)
         self.iterables, self.mode = iterables, mode
         self.flattened = _leaves(iterables)
 

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from trainer.configuration.fields import explains_itself
+from trainer.checks import explains_itself
 from trainer.launch.configuration import (
     LaunchConfiguration,
     default_path,

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from trainer import environment
-from trainer.checks import check_bools, check_counts, check_numbers, choice_error
+from trainer.checks import check_bools, check_choice, check_counts, check_numbers, choice_error
 from trainer.enums import DynamoBackend, PrecisionType
 from trainer.errors import echo
 from trainer.launch import LaunchError, sigint_default
@@ -154,8 +154,8 @@ class LaunchConfiguration:
             PrecisionType.parse(self.mixed_precision, "mixed_precision")
         if self.dynamo_backend is not None:
             DynamoBackend.parse(self.dynamo_backend.upper(), "dynamo_backend")
-        if self.rdzv_backend not in (None, "static", "c10d"):
-            raise ValueError(choice_error("rdzv_backend", self.rdzv_backend, ("static", "c10d")))
+        if self.rdzv_backend is not None:
+            check_choice("rdzv_backend", self.rdzv_backend, ("static", "c10d"))
         if self.gpu_ids is not None and not re.fullmatch(r"all|[^,\s]+(,[^,\s]+)*", self.gpu_ids):
             raise ValueError(f"gpu_ids is {self.gpu_ids!r}; it must be like '0,1', or 'all'.")
         if self.machine_rank >= self.num_machines:
@@ -318,8 +318,7 @@ def _check_supported(found: Mapping[str, Any]) -> None:
             f"distributed_type is {kind!r}, which is not supported yet. {_SUPPORTED}: "
             f"distributed_type may be {', '.join(_TYPES)}."
         )
-    if kind not in _TYPES:
-        raise ValueError(choice_error("distributed_type", kind, _TYPES))
+    check_choice("distributed_type", kind, _TYPES)
     for name, its_kind in _OF_TYPES.items():
         if found.get(name) and kind != its_kind:
             raise ValueError(

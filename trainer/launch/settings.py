@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.checks import check_counts, choice_error
+from trainer.checks import check_choice, check_counts, choice_error
 from trainer.configuration import (
     AORecipeKwargs,
     DeepSpeedPlugin,
@@ -138,8 +138,8 @@ def check_settings(
     given = {name: settings for name, settings in sections.items() if settings is not None}
     for section, settings in given.items():
         known = SECTIONS[section][1]
-        for key in settings.keys() - known.keys():
-            raise ValueError(choice_error(f"a key of {section}", key, known))
+        for key in settings:
+            check_choice(f"a key of {section}", key, known)
     options = {section: f"--{SECTIONS[section][0]} ({section})" for section in given}
     for section in ("deepspeed_config", "megatron_lm_config"):
         if section in given and len(given) > 1:

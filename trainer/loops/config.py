@@ -12,14 +12,13 @@ import torch
 
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
 from trainer.accelerator import Accelerator
-from trainer.checks import check_bools, check_type, choice_error
+from trainer.checks import check_bools, check_counts, check_type, choice_error, given
 from trainer.configuration import (
     DeepSpeedPlugin,
     GradientAccumulationPlugin,
     ProfileKwargs,
     ProjectConfiguration,
 )
-from trainer.configuration.fields import at_least
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.enums import RNGType
 from trainer.hooks import is_overridden
@@ -57,7 +56,7 @@ class Length:
             low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             for name, number in ((f"min_{unit}", low), (f"max_{unit}", high)):
                 if number is not None:
-                    at_least(0, name, number, "None for no such limit")
+                    check_counts(0, "None for no such limit", **{name: number})
             if low is not None and high is not None and low > high:
                 raise ValueError(f"min_{unit} is {low}, above max_{unit}, {high}.")
 
@@ -124,7 +123,7 @@ def check_limit(name: str, limit: int | float | None) -> None:
     if limit is None:
         return
     if not isinstance(limit, float):
-        at_least(0, name, limit, "batches; a float is a fraction of all")
+        check_counts(0, "batches; a float is a fraction of all", **{name: limit})
     elif not 0.0 <= limit <= 1.0:
         raise ValueError(
             f"{name} is {limit}; a float is a fraction from 0.0 to 1.0, an int a number of batches."
@@ -170,8 +169,8 @@ def require_length(epoch_iterator: EpochIterator, **intervals: Interval | str | 
     Raises:
         ValueError: There is such an interval.
     """
-    for name, text in intervals.items():
-        interval = Interval.parse(text)
+    for name, value in intervals.items():
+        interval = Interval.parse(value)
         if (
             interval.unit == "epochs"
             and interval.every % 1
@@ -184,6 +183,10 @@ def require_length(epoch_iterator: EpochIterator, **intervals: Interval | str | 
 
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_COUNTS = (
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "gradient_accumulation_steps"),
+    *("num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "seed"),
+)
 Limit = int | float | None
 Profile = Literal["simple"] | ProfileKwargs
 LIMITS = {  # the argument that limits the batches of each kind of data
@@ -256,14 +259,16 @@ class Settings:
             raise ValueError(
                 f"deterministic is {self.deterministic!r}; it must be True, False or 'warn'."
             )
-        at_least(-1, "num_sanity_val_steps", self.num_sanity_val_steps, "-1 for all")
-        at_least(0, "reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs)
-        at_least(1, "gradient_accumulation_steps", self.gradient_accumulation_steps)
-        if self.seed is not None:
-            at_least(0, "seed", self.seed)
+        check_counts(-1, "-1 for all", num_sanity_val_steps=self.num_sanity_val_steps)
+        check_counts(1, gradient_accumulation_steps=self.gradient_accumulation_steps)
+        every = self.reload_dataloaders_every_n_epochs
+        check_counts(0, reload_dataloaders_every_n_epochs=every, **given(seed=self.seed))
         for name in ("val_every", "log_every"):
             object.__setattr__(self, name, Interval.given(name, getattr(self, name)))
         _ = self.length, self._seconds  # validated here
+        for name in _COUNTS:
+            if (number := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(number))  # of 1e5, as many write it
 
     @property
     def length(self) -> Length:
@@ -331,7 +336,7 @@ class Settings:
     def _for_fast_dev_run(self, batches: bool | int) -> Settings:
         """Return a copy for one epoch with a few batches of each kind of data."""
         if batches is not True:
-            at_least(1, "fast_dev_run", batches)
+            check_counts(1, fast_dev_run=batches)
         batches = int(batches)
         return replace(
             self,

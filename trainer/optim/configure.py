@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from trainer.checks import choice_error
+from trainer.checks import check_choice, check_counts, choice_error
 from trainer.errors import module_logger
 from trainer.names import bare_names
 from trainer.optim.clipping import CLIP_IN_STEP, NO_LIMITS, Limits, validate_limits
@@ -128,14 +128,8 @@ class SchedulerEntry:
                 f"configure_optimizers returned the scheduler {self.scheduler!r} of type "
                 f"{type(self.scheduler).__name__}; it must have a step method."
             )
-        if self.interval not in ("step", "epoch"):
-            raise ValueError(
-                choice_error("A scheduler's interval", self.interval, ("step", "epoch"))
-            )
-        if not isinstance(self.frequency, int) or self.frequency < 1:
-            raise ValueError(
-                f"A scheduler's frequency is {self.frequency!r}; it must be an int, 1 or more."
-            )
+        check_choice("A scheduler's interval", self.interval, ("step", "epoch"))
+        check_counts(1, **{"A scheduler's frequency": self.frequency})
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.monitor is None:
             raise ValueError(
                 "ReduceLROnPlateau needs a metric to monitor: return {'optimizer': …, "
@@ -398,8 +392,7 @@ def _scheduler_entry(scheduler: Any) -> SchedulerEntry:
 
 def _check_keys(part: Mapping[Any, Any], valid: Sequence[str]) -> None:
     for key in part:
-        if key not in valid:
-            raise ValueError(choice_error("A key that configure_optimizers returned", key, valid))
+        check_choice("A key that configure_optimizers returned", key, valid)
 
 
 def _unreadable(value: Any) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from trainer.checks import choice_error
+from trainer.checks import check_choice, check_counts
 from trainer.distributed.guards import read_back
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.transport import HostCopy
@@ -44,12 +44,8 @@ def check_policy(policy: str, max_skipped_in_row: int) -> None:
     Raises:
         ValueError: The policy is unknown, or the limit is not an int of at least 1.
     """
-    if policy not in POLICIES:
-        raise ValueError(choice_error("non_finite", policy, POLICIES))
-    if not isinstance(max_skipped_in_row, int) or max_skipped_in_row < 1:
-        raise ValueError(
-            f"max_skipped_in_row is {max_skipped_in_row!r}; it must be an int, 1 or more."
-        )
+    check_choice("non_finite", policy, POLICIES)
+    check_counts(1, max_skipped_in_row=max_skipped_in_row)
 
 
 def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:

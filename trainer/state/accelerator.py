@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from trainer import environment
-from trainer.checks import choice_error
+from trainer.checks import check_choice
 from trainer.configuration import DeepSpeedPlugin, TorchDynamoPlugin
 from trainer.enums import DistributedType, PrecisionType
 from trainer.state.partial import PartialState
@@ -172,8 +172,7 @@ class AcceleratorState(PartialState):
             ValueError: There is none of that name.
         """
         plugins = self.deepspeed_plugins or {}
-        if name not in plugins:
-            raise ValueError(choice_error("The name of a DeepSpeedPlugin", name, plugins))
+        check_choice("The name of a DeepSpeedPlugin", name, plugins)
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str) -> None:

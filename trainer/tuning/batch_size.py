@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks import Callback
-from trainer.checks import check_counts, choice_error, given
+from trainer.checks import check_choice, check_counts, given
 from trainer.data.combined import CombinedLoader
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.workers import reads_as_torchs, users_kwargs
@@ -74,8 +74,7 @@ class Search:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        if self.mode not in _MODES:
-            raise ValueError(choice_error("mode", self.mode, _MODES))
+        check_choice("mode", self.mode, _MODES)
         check_counts(
             1,
             steps_per_trial=self.steps_per_trial,

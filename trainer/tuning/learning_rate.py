@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from callbacks import Callback
-from trainer.checks import check_counts, choice_error
+from trainer.checks import check_choice, check_counts, choice_error
 from trainer.errors import module_logger
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
@@ -158,8 +158,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        if self.mode not in _MODES:
-            raise ValueError(choice_error("mode", self.mode, _MODES))
+        check_choice("mode", self.mode, _MODES)
         if not 0 < self.min_lr < self.max_lr < math.inf:
             raise ValueError(
                 f"min_lr is {self.min_lr} and max_lr is {self.max_lr}; they must be positive, and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from trainer.checks import choice_error
+from trainer.checks import check_choice
 from trainer.errors import module_logger
 from trainer.loops.fit_state import load_weights
 from trainer.loops.lifecycle import check_module, one_module
@@ -217,8 +217,7 @@ class Tuner:
             margin=margin,
             max_val=max_val,
         )
-        if method not in METHODS:
-            raise ValueError(choice_error("method", method, METHODS))
+        check_choice("method", method, METHODS)
         module = one_module(method, module, model)
         check_module(module, method)
         world_size = self.trainer.accelerator.engine.parallel.dp_size

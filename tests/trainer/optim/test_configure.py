@@ -136,8 +136,8 @@ def test_a_dict_without_its_optimizer_is_refused(steps):
     ("options", "error", "message"),
     [
         ({"interval": "steps"}, ValueError, r"interval is 'steps'; .*Did you mean 'step'\?"),
-        ({"frequency": 0}, ValueError, "frequency is 0; it must be an int, 1 or more"),
-        ({"frequency": 1.5}, ValueError, "frequency is 1.5; it must be an int"),
+        ({"frequency": 0}, ValueError, "frequency is 0; it must be a whole number of at least 1"),
+        ({"frequency": 1.5}, ValueError, "frequency is 1.5; it must be a whole number"),
         ({"scheduler": "cosine"}, TypeError, "scheduler 'cosine' of type str"),
     ],
 )

@@ -177,18 +177,3 @@ class SchedulerTick(Choice):
 
     PROCESS = "process"
     UPDATE = "update"
-
-
-class ComputeEnvironment(Choice):
-    """Where processes are started; `trainer launch` refuses ``AMAZON_SAGEMAKER``."""
-
-    LOCAL_MACHINE = "LOCAL_MACHINE"
-    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
-
-
-class SageMakerDistributedType(Choice):
-    """The kind of distributed run of Amazon SageMaker, whose own launcher starts processes."""
-
-    NO = "NO"
-    DATA_PARALLEL = "DATA_PARALLEL"
-    MODEL_PARALLEL = "MODEL_PARALLEL"

@@ -28,7 +28,6 @@ from trainer.configuration import (
 )
 from trainer.configuration.fields import settings_of
 from trainer.enums import (
-    ComputeEnvironment,
     DDPCommunicationHookType,
     DistributedType,
     DynamoBackend,
@@ -36,9 +35,9 @@ from trainer.enums import (
     LoggerType,
     PrecisionType,
     RNGType,
-    SageMakerDistributedType,
     SchedulerTick,
 )
+from trainer.utils import ComputeEnvironment, SageMakerDistributedType
 
 CHOICES = [
     DDPCommunicationHookType,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer import generators
+from trainer import rng
 from trainer.checkpoint.serialization import load_tree, save_tree
 from trainer.enums import RNGType
 from trainer.rng import (
@@ -178,7 +178,7 @@ def devices(monkeypatch) -> list[Device]:
     for name, device in zip(("cuda", "xpu", "mps"), found, strict=True):
         monkeypatch.setattr(torch, name, device)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(generators, "DEVICES_CAN_START", True)
+    monkeypatch.setattr(rng, "DEVICES_CAN_START", True)
     return found
 
 
@@ -383,8 +383,8 @@ def python_after(seed: int | None) -> list:
 @pytest.mark.parametrize("seed", [None, 5])
 def test_isolated_rng_restores_python_by_memory_as_by_state(monkeypatch, seed):
     by_words = python_after(seed)
-    assert generators._memory_of(random._inst) is not None
-    monkeypatch.setattr(generators, "_memory_of", lambda generator: None)
+    assert rng._memory_of(random._inst) is not None
+    monkeypatch.setattr(rng, "_memory_of", lambda generator: None)
     assert python_after(seed) == by_words
     plain = random.Random(3)
     assert by_words[1:3] == [plain.getstate(), plain.gauss(0, 1)]
@@ -395,12 +395,12 @@ def test_isolated_rng_restores_python_by_memory_as_by_state(monkeypatch, seed):
 
 def test_the_memory_of_pythons_generator_is_found_only_where_it_is():
     generator = random.Random(9)
-    memory = generators._memory_of(generator)
+    memory = rng._memory_of(generator)
     before = memory.raw
     first = generator.random()
     memory.raw = before
     assert generator.random() == first
-    assert generators._memory_of(generator) is memory
+    assert rng._memory_of(generator) is memory
 
     class Own(random.Random):
         pass
@@ -410,12 +410,10 @@ def test_the_memory_of_pythons_generator_is_found_only_where_it_is():
             version, words, left_over = super().getstate()
             return version, (*words[1:], words[0]), left_over
 
-    assert [generators._memory_of(each) for each in (None, random.SystemRandom(), Own(9))] == [
-        None
-    ] * 3
+    assert [rng._memory_of(each) for each in (None, random.SystemRandom(), Own(9))] == [None] * 3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random, "Random", Elsewhere)
-        assert generators._memory_of(Elsewhere(9)) is None
+        assert rng._memory_of(Elsewhere(9)) is None
 
 
 def test_a_device_that_is_chosen_inside_is_not_taken_for_the_one_outside(devices):

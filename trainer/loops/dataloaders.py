@@ -20,14 +20,11 @@ from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_all
 from trainer.errors import module_logger
-from trainer.hooks import call_if_there, is_overridden
+from trainer.hooks import call_if_there, check_step_signature, is_overridden
 from trainer.loops.config import Settings, apply_limit, require_length
 from trainer.loops.state import Counters, FitRun
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed
-from trainer.signatures import (
-    check_step_signature,
-)
 
 logger = module_logger(__name__)
 

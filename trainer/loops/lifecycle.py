@@ -18,23 +18,21 @@ from trainer.datamodule import DataModule
 from trainer.distributed.process_control import on_all
 from trainer.errors import Preempted, module_logger
 from trainer.hooks import (
+    PARTS_OF_UPDATE,
     HookTable,
     call_if_there,
     check_hook_typos,
+    check_signature,
+    check_state_dict_methods,
     is_overridden,
     uncalled_hooks,
+    with_loader_number,
+    without_batch_idx,
 )
 from trainer.loops.config import Length, Settings, check_callbacks, drop_replaced_defaults
 from trainer.loops.dataloaders import STEPS
 from trainer.loops.run_directory import Project
 from trainer.module import TrainModule
-from trainer.signatures import (
-    PARTS_OF_UPDATE,
-    check_signature,
-    check_state_dict_methods,
-    with_loader_number,
-    without_batch_idx,
-)
 from trainer.state import PartialState
 
 logger = module_logger(__name__)

@@ -33,8 +33,8 @@ _NAMES = {
     "trainer.distributed.objects": "broadcast_object_list gather_object",
     "trainer.engines.compile": "compile_regions is_repeated_blocks",
     "trainer.enums": """
-        ComputeEnvironment DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType
-        LoggerType PrecisionType RNGType SageMakerDistributedType""",
+        DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType LoggerType
+        PrecisionType RNGType""",
     "trainer.environment": """
         clear_environment convert_dict_to_env_variables patch_environment
         purge_accelerate_environment""",
@@ -81,8 +81,9 @@ _NAMES = {
         get_pretty_name has_compiled_regions has_repeated_blocks is_compiled_module is_peft_model
         model_has_dtensor recursive_getattr""",
     "trainer.utils.names": """
-        MODEL_NAME PROFILE_PATTERN_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
-        SAFE_WEIGHTS_PATTERN_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+        ComputeEnvironment MODEL_NAME PROFILE_PATTERN_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME
+        SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SageMakerDistributedType WEIGHTS_INDEX_NAME
+        WEIGHTS_NAME WEIGHTS_PATTERN_NAME
         find_batch_size ignorant_find_batch_size reduce synchronize_rng_state tqdm
         wait_for_everyone""",
     "trainer.utils.sharded": """

@@ -70,7 +70,6 @@ from trainer.distributed.objects import broadcast_object_list as broadcast_objec
 from trainer.distributed.objects import gather_object as gather_object
 from trainer.engines.compile import compile_regions as compile_regions
 from trainer.engines.compile import is_repeated_blocks as is_repeated_blocks
-from trainer.enums import ComputeEnvironment as ComputeEnvironment
 from trainer.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from trainer.enums import DistributedType as DistributedType
 from trainer.enums import DynamoBackend as DynamoBackend
@@ -78,7 +77,6 @@ from trainer.enums import FP8BackendType as FP8BackendType
 from trainer.enums import LoggerType as LoggerType
 from trainer.enums import PrecisionType as PrecisionType
 from trainer.enums import RNGType as RNGType
-from trainer.enums import SageMakerDistributedType as SageMakerDistributedType
 from trainer.environment import clear_environment as clear_environment
 from trainer.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
 from trainer.environment import patch_environment as patch_environment
@@ -231,6 +229,8 @@ from trainer.utils.names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTER
 from trainer.utils.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from trainer.utils.names import WEIGHTS_NAME as WEIGHTS_NAME
 from trainer.utils.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from trainer.utils.names import ComputeEnvironment as ComputeEnvironment
+from trainer.utils.names import SageMakerDistributedType as SageMakerDistributedType
 from trainer.utils.names import find_batch_size as find_batch_size
 from trainer.utils.names import ignorant_find_batch_size as ignorant_find_batch_size
 from trainer.utils.names import reduce as reduce

@@ -1,4 +1,4 @@
-"""Names of files, and functions that differ from those of these names elsewhere."""
+"""Names that only scripts need, and functions that differ from those of these names elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.checkpoint.weights import INDEX_SUFFIX
 from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from trainer.configuration.handlers import TRACE_NAME as PROFILE_PATTERN_NAME
 from trainer.distributed.collectives import reduce as _reduce
-from trainer.enums import RNGType
+from trainer.enums import Choice, RNGType
 from trainer.rng import synchronize_rng_states
 from trainer.state import PartialState
 from trainer.tree import find_batch_size as ignorant_find_batch_size
@@ -28,6 +28,8 @@ __all__ = [
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "WEIGHTS_PATTERN_NAME",
+    "ComputeEnvironment",
+    "SageMakerDistributedType",
     "find_batch_size",
     "ignorant_find_batch_size",
     "reduce",
@@ -71,3 +73,18 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     hidden = main_process_only and not PartialState().is_local_main_process
     return bar(*args, **kwargs | {"disable": True if hidden else kwargs.get("disable", False)})
+
+
+class ComputeEnvironment(Choice):
+    """Where processes are started; `trainer launch` refuses ``AMAZON_SAGEMAKER``."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class SageMakerDistributedType(Choice):
+    """The kind of distributed run of Amazon SageMaker, whose own launcher starts processes."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"

@@ -53,7 +53,6 @@ FLOORS = {
     "trainer.accelerator": 7,
     "trainer.hparams": 7,
     "trainer.local_sgd": 8,
-    "trainer.pipeline": 7,
     "trainer.datamodule": 8,
     "trainer.hooks": 8,
     "trainer.loops": 8,

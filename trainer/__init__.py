@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch,
         load_checkpoint_in_model,
     )
+    from trainer.big_models.pipeline import PipelineParallel, prepare_pippy
     from trainer.configuration import (
         AORecipeKwargs,
         AutocastKwargs,
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from trainer.logging import get_logger
     from trainer.memory import find_executable_batch_size, release_memory
     from trainer.module import TrainModule
-    from trainer.pipeline import PipelineParallel, prepare_pippy
     from trainer.rng import set_seed, synchronize_rng_states
     from trainer.state import AcceleratorState, GradientState, PartialState
     from trainer.trainer import Trainer
@@ -106,7 +106,7 @@ _HOME = {
     "MegatronLMPlugin": "configuration",
     "MetricError": "errors",
     "PartialState": "state",
-    "PipelineParallel": "pipeline",
+    "PipelineParallel": "big_models.pipeline",
     "PrecisionType": "enums",
     "LocalSGD": "local_sgd",
     "Preempted": "errors",
@@ -131,7 +131,7 @@ _HOME = {
     "load_checkpoint_and_dispatch": "big_models",
     "load_checkpoint_in_model": "big_models",
     "notebook_launcher": "launch.notebook",
-    "prepare_pippy": "pipeline",
+    "prepare_pippy": "big_models.pipeline",
     "release_memory": "memory",
     "set_seed": "rng",
     "skip_first_batches": "data.prepare",

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from tests.helpers.ranks import RankError
 from tests.helpers.requires import requires_pipelining
 from trainer import Accelerator, PartialState, PipelineParallel, prepare_pippy
-from trainer.pipeline import choose_split_points
+from trainer.big_models.pipeline import choose_split_points
 from trainer.torch_compat import check_pipelining
 
 X = torch.randint(0, 11, (10, 6), generator=torch.Generator().manual_seed(1))

@@ -47,7 +47,7 @@ def prepare_model(
 
     Raises:
         ValueError: There are several processes and a device map spreads the model over devices, or
-            hooks keep its weights elsewhere, or `trainer.pipeline.prepare_pippy` put its layers on
+            hooks keep its weights elsewhere, or `trainer.prepare_pippy` put its layers on
             different processes; or the model is not on the kind of device that the processes use;
             or torch cannot run the communication hook there; or see `check_same_model`.
     """

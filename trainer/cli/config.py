@@ -13,7 +13,7 @@ from typing import Any
 from trainer.cli.parsing import CommandError, command_parser, count, echo, truth
 from trainer.configuration.fields import Setting
 from trainer.enums import DynamoBackend, PrecisionType
-from trainer.environment import DEFAULT_PORT
+from trainer.environment import DEFAULT_PORT, FALSE, TRUE
 from trainer.launch.configuration import (
     SUFFIXES,
     LaunchConfiguration,
@@ -197,7 +197,9 @@ def _ask_bools(settings: Mapping[str, Setting], chosen: dict[str, Any]) -> None:
     """Ask for the settings that are on or off, and put the answers into `chosen`."""
     for key, each in settings.items():
         if each.question and each.kind in ("bool", "bool_or_name"):
-            known = truth(str(chosen.get(key, each.fallback)))
+            known = chosen.get(key, each.fallback)
+            if each.kind == "bool" or str(known).lower() in TRUE | FALSE:  # no FULL_SHARD of FSDP 1
+                known = truth(str(known))
             chosen[key] = _question(f"{each.question} (yes, no)", known, truth)
 
 

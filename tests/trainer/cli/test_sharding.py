@@ -330,6 +330,17 @@ def test_questions_lead_to_shards_and_split_layers(monkeypatch, home):
     }
 
 
+def test_questions_keep_the_strategy_of_fsdp_1(monkeypatch, home):
+    settings = {"fsdp_version": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}
+    write_file(home, LaunchConfiguration(num_processes=2, use_cpu=True, fsdp_config=settings))
+    answer(monkeypatch, b"\n\n\n\n\n\n\n\n\n\n\n")
+    found = LaunchConfiguration(**read_file(home)[0]).fsdp_config
+    assert found["fsdp_reshard_after_forward"] == "SHARD_GRAD_OP"
+    answer(monkeypatch, b"\n\n\n\nyes\n\n\n\n\n\n\n")
+    found = LaunchConfiguration(**read_file(home)[0]).fsdp_config
+    assert found["fsdp_reshard_after_forward"] is True
+
+
 def test_questions_lead_to_megatron(monkeypatch, home):
     write_file(home, LaunchConfiguration(num_processes=4, use_cpu=False))
     monkeypatch.setattr("trainer.launch.configuration.accelerators", lambda: 4)

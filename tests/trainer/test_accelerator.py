@@ -107,7 +107,7 @@ def test_a_window_comes_from_the_argument_or_from_the_plugin():
     [
         ({"mixed_precision": "bf61"}, ValueError, r"mixed_precision is 'bf61'; .*'bf16'\?"),
         ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps is 0"),
-        ({"gradient_accumulation_steps": 1.5}, TypeError, "gradient_accumulation_steps is 1.5"),
+        ({"gradient_accumulation_steps": 1.5}, ValueError, "gradient_accumulation_steps is 1.5"),
         ({"scheduler_tick": "batch"}, ValueError, "scheduler_tick is 'batch'; .* 'update'"),
         ({"kwargs_handlers": [3]}, TypeError, r"kwargs_handlers holds 3; it takes AutocastKwargs"),
         ({"kwargs_handlers": [KwargsHandler()]}, TypeError, r"kwargs_handlers holds KwargsHandler"),

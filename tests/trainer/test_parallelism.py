@@ -96,7 +96,7 @@ def test_each_variable_equals_its_argument(variable, text, name, value, monkeypa
             ValueError,
             "offload is True, but activation_checkpointing is False",
         ),
-        ({"activation_checkpointing": 1}, TypeError, "activation_checkpointing is 1"),
+        ({"activation_checkpointing": 2}, TypeError, "activation_checkpointing is 2"),
     ],
 )
 def test_what_fsdp_2_does_not_have_is_refused_by_name(arguments, error, text):

@@ -224,78 +224,70 @@ class DeepSpeedPlugin:
         NotImplementedError: Something is not supported.
     """
 
+    _env_prefix = "ACCELERATE_DEEPSPEED_"
+
     hf_ds_config: Any = setting(
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE",
         "text",
         "a JSON file with a configuration, in place of the rest",
+        env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         question="a JSON file with its configuration (none: by these questions)",
     )
     gradient_accumulation_steps: int | str | None = setting(
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", fallback="auto"
+        "text", fallback="auto", env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     )
     zero_stage: int | None = setting(
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE",
         "stage",
         "1 partitions the optimizer's state, 2 gradients, 3 parameters (2)",
-        fallback=2,
+        2,
         option="zero_stage",
         question="ZeRO stage (1 partitions the optimizer's state, 2 also gradients, "
         "3 also parameters)",
     )
     offload_optimizer_device: str | None = setting(
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
         "device",
         "where the optimizer's state is: none or cpu (none)",
-        fallback="none",
+        "none",
         option="offload_optimizer_device",
         question="keep the optimizer's state in host memory",
     )
     offload_param_device: str | None = setting(
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
         "device",
         "where parameters of stage 3 are: none or cpu (none)",
-        fallback="none",
+        "none",
         option="offload_param_device",
         question="keep parameters in host memory",
     )
     offload_optimizer_nvme_path: str | None = setting(
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-        "text",
-        "not used: nvme is not supported",
-        fallback="none",
-        option="offload_optimizer_nvme_path",
+        "text", "not used: nvme is not supported", "none", option="offload_optimizer_nvme_path"
     )
     offload_param_nvme_path: str | None = setting(
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-        "text",
-        "not used: nvme is not supported",
-        fallback="none",
-        option="offload_param_nvme_path",
+        "text", "not used: nvme is not supported", "none", option="offload_param_nvme_path"
     )
     gradient_clipping: float | str | None = setting(
-        "ACCELERATE_GRADIENT_CLIPPING",
         "limit",
         "the maximum norm of gradients, or auto: as the script says",
-        fallback="auto",
+        "auto",
+        env="ACCELERATE_GRADIENT_CLIPPING",
     )
     zero3_init_flag: bool | None = setting(
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT",
         "bool",
         "stage 3 partitions models of transformers on loading (true)",
-        fallback=True,
+        True,
+        env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
         option="zero3_init_flag",
         question="partition models of transformers while they are loaded",
     )
     zero3_save_16bit_model: bool | None = setting(
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
         "bool",
         "save_model writes the weights in 16 bits (false)",
-        fallback=False,
+        False,
         option="zero3_save_16bit_model",
         question="save weights in 16 bits",
     )
     transformer_moe_cls_names: str | None = setting(
-        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "text", "experts that stage 3 gathers together"
+        "text",
+        "experts that stage 3 gathers together",
+        env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
     )
     is_train_batch_min: bool = True
     enable_msamp: bool | None = None

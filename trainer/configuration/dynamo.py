@@ -37,29 +37,25 @@ class TorchDynamoPlugin:
         TypeError: A value has the wrong type.
     """
 
+    _env_prefix = "ACCELERATE_DYNAMO_"
+
     backend: str | None = setting(
-        "ACCELERATE_DYNAMO_BACKEND",
         "backend",
         "compile the steps with this backend, such as inductor",
-        fallback="no",
+        "no",
         question="backend of torch.compile (no, inductor, …)",
     )
-    mode: str | None = setting(
-        "ACCELERATE_DYNAMO_MODE", "mode", "mode of torch.compile", fallback="default"
-    )
+    mode: str | None = setting("mode", "mode of torch.compile", "default")
     fullgraph: bool | None = setting(
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH", "flag", "allow no graph breaks", fallback=False
+        "flag", "allow no graph breaks", False, env="ACCELERATE_DYNAMO_USE_FULLGRAPH"
     )
     dynamic: bool | None = setting(
-        "ACCELERATE_DYNAMO_USE_DYNAMIC", "flag", "compile for dynamic shapes"
+        "flag", "compile for dynamic shapes", env="ACCELERATE_DYNAMO_USE_DYNAMIC"
     )
     options: dict[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool | None = setting(
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-        "flag",
-        "compile repeated blocks by themselves",
-        fallback=False,
+        "flag", "compile repeated blocks by themselves", False
     )
 
     def __post_init__(self) -> None:

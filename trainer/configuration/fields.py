@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer import environment
@@ -64,23 +64,27 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 def setting(
-    env: str | tuple[str, ...],
-    kind: str = "text",
+    kind: str,
     help: str = "",  # noqa: A002 - as argparse calls it
-    *,
     fallback: Any = None,
+    *,
+    env: str | tuple[str, ...] = (),
     option: str = "",
     question: str = "",
 ) -> Any:
     """Return a field that is None unless it is given; `fill` reads it from the environment.
 
-    The arguments are those of `Setting`. The option is the variable in small letters, without
-    ``ACCELERATE_``, unless there is another name.
+    The arguments are those of `Setting`. The variable is the class's ``_env_prefix`` and the name
+    of the field, unless there is another one; the option is the variable in small letters, without
+    ``ACCELERATE_``.
     """
-    names = (env,) if isinstance(env, str) else env
-    option = option or names[0].lower().removeprefix("accelerate_")
     made = Setting(
-        env=names, kind=kind, fallback=fallback, help=help, option=option, question=question
+        env=(env,) if isinstance(env, str) else env,
+        kind=kind,
+        fallback=fallback,
+        help=help,
+        option=option,
+        question=question,
     )
     return dataclasses.field(default=None, metadata={"setting": made})
 
@@ -92,21 +96,24 @@ def nested(kind: type) -> Any:
 
 def settings_of(kind: type) -> dict[str, Setting]:
     """Return the settings of a configuration by field."""
-    return {
-        field.name: field.metadata["setting"]
-        for field in dataclasses.fields(kind)
-        if "setting" in field.metadata
-    }
+    found: dict[str, Setting] = {}
+    for field in dataclasses.fields(kind):
+        if "setting" in field.metadata:
+            made: Setting = field.metadata["setting"]
+            env = made.env or (getattr(kind, "_env_prefix", "") + field.name.upper(),)
+            option = made.option or env[0].lower().removeprefix("accelerate_")
+            found[field.name] = replace(made, env=env, option=option)
+    return found
 
 
 def options_of(*kinds: type) -> dict[str, Setting]:
     """Return the settings of configurations that are options too, by option."""
     found: dict[str, Setting] = {}
     for kind in kinds:
+        settings = settings_of(kind)
         for field in dataclasses.fields(kind):
-            made = field.metadata.get("setting")
-            if made is not None and made.help:
-                found[made.option] = made
+            if field.name in settings and settings[field.name].help:
+                found[settings[field.name].option] = settings[field.name]
             found |= field.metadata.get("options", {})
     return found
 

@@ -82,19 +82,15 @@ class AORecipeKwargs(KwargsHandler):
         TypeError: A value has the wrong type.
     """
 
+    _env_prefix = "ACCELERATE_FP8_"
+
     config: Any = None
     module_filter_func: Callable[..., bool] | None = None
     enable_fsdp_float8_all_gather: bool | None = setting(
-        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
-        "bool",
-        "AO: FSDP gathers weights in 8 bits (true)",
-        fallback=True,
+        "bool", "AO: FSDP gathers weights in 8 bits (true)", True
     )
     pad_inner_dim: bool | None = setting(
-        "ACCELERATE_FP8_PAD_INNER_DIM",
-        "bool",
-        "AO: pad inner dimensions to multiples of 16 (true)",
-        fallback=True,
+        "bool", "AO: pad inner dimensions to multiples of 16 (true)", True
     )
 
     def __post_init__(self) -> None:
@@ -137,45 +133,31 @@ class TERecipeKwargs(KwargsHandler):
         TypeError: A value has the wrong type.
     """
 
+    _env_prefix = "ACCELERATE_FP8_"
+
     use_autocast_during_eval: bool | None = setting(
-        "ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL",
-        "bool",
-        "TE: 8 bits in evaluations too (false)",
-        fallback=False,
+        "bool", "TE: 8 bits in evaluations too (false)", False
     )
-    margin: int | None = setting(
-        "ACCELERATE_FP8_MARGIN", "int", "TE: margin of the scale in powers of two (0)", fallback=0
-    )
-    interval: int | None = setting(
-        "ACCELERATE_FP8_INTERVAL", "count", "TE: steps between updates of the scale (1)", fallback=1
-    )
+    margin: int | None = setting("int", "TE: margin of the scale in powers of two (0)", 0)
+    interval: int | None = setting("count", "TE: steps between updates of the scale (1)", 1)
     fp8_format: str | None = setting(
-        "ACCELERATE_FP8_FORMAT", "text", "TE: HYBRID (the default), E4M3 or E5M2", fallback="HYBRID"
+        "text", "TE: HYBRID (the default), E4M3 or E5M2", "HYBRID", env="ACCELERATE_FP8_FORMAT"
     )
     amax_history_len: int | None = setting(
-        "ACCELERATE_FP8_AMAX_HISTORY_LEN",
-        "count",
-        "TE: length of the history of largest values (1024)",
-        fallback=1024,
+        "count", "TE: length of the history of largest values (1024)", 1024
     )
     amax_compute_algo: str | None = setting(
-        "ACCELERATE_FP8_AMAX_COMPUTE_ALGO",
-        "text",
-        "TE: most_recent (the default) or max",
-        fallback="most_recent",
+        "text", "TE: most_recent (the default) or max", "most_recent"
     )
     override_linear_precision: tuple[bool, bool, bool] | None = setting(
-        tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD")),
         "bools",
         "TE: a higher precision in forward, dgrad, wgrad",
-        fallback=(False, False, False),
+        (False, False, False),
+        env=tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD")),
         option="fp8_override_linear_precision",
     )
     use_mxfp8_block_scaling: bool | None = setting(
-        "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING",
-        "bool",
-        "TE: scale blocks of values (false)",
-        fallback=False,
+        "bool", "TE: scale blocks of values (false)", False
     )
 
     def __post_init__(self) -> None:
@@ -210,12 +192,9 @@ class MSAMPRecipeKwargs(KwargsHandler):
         ValueError: The level is unknown.
     """
 
-    opt_level: str | None = setting(
-        "ACCELERATE_FP8_OPT_LEVEL",
-        "text",
-        "MS-AMP's, which cannot be installed any more",
-        fallback="O2",
-    )
+    _env_prefix = "ACCELERATE_FP8_"
+
+    opt_level: str | None = setting("text", "MS-AMP's, which cannot be installed any more", "O2")
 
     def __post_init__(self) -> None:
         """Fill in the level and check it."""

@@ -91,92 +91,64 @@ class FullyShardedDataParallelPlugin:
         TypeError: A value has another type.
     """
 
+    _env_prefix = "FSDP_"
+
     fsdp_version: int | None = setting(
-        "FSDP_VERSION", "version", "whose names the settings have: 1 or 2 (default 2)", fallback=2
+        "version", "whose names the settings have: 1 or 2 (default 2)", 2, env="FSDP_VERSION"
     )
     sharding_strategy: Any = setting(
-        "FSDP_SHARDING_STRATEGY",
-        "text",
-        "FSDP 1's name for --fsdp_reshard_after_forward",
-        fallback="FULL_SHARD",
+        "text", "FSDP 1's name for --fsdp_reshard_after_forward", "FULL_SHARD"
     )
     reshard_after_forward: Any = setting(
-        "FSDP_RESHARD_AFTER_FORWARD",
         "bool_or_name",
         "release gathered parameters after forward (true)",
         question="release gathered parameters after forward",
     )
     auto_wrap_policy: Any = setting(
-        "FSDP_AUTO_WRAP_POLICY",
-        "text",
-        "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
-        fallback="TRANSFORMER_BASED_WRAP",
+        "text", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP", "TRANSFORMER_BASED_WRAP"
     )
     transformer_cls_names_to_wrap: list[str] | None = setting(
-        "FSDP_TRANSFORMER_CLS_TO_WRAP",
         "names",
         "classes of submodules to shard by themselves",
+        env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         option="fsdp_transformer_layer_cls_to_wrap",
         question="classes to shard by themselves, as Block (none: those that the model names)",
     )
     min_num_params: int | None = setting(
-        "FSDP_MIN_NUM_PARAMS",
-        "count",
-        "the least parameters of such a submodule, by size",
-        fallback=100_000_000,
+        "count", "the least parameters of such a submodule, by size", 100_000_000
     )
     cpu_offload: Any = setting(
-        "FSDP_OFFLOAD_PARAMS",
         "bool",
         "keep shards in host memory (false)",
-        fallback=False,
+        False,
+        env="FSDP_OFFLOAD_PARAMS",
         question="keep shards in host memory",
     )
     activation_checkpointing: bool | None = setting(
-        "FSDP_ACTIVATION_CHECKPOINTING",
         "bool",
         "recompute activations in backward (false)",
-        fallback=False,
+        False,
         question="recompute activations in backward",
     )
     activation_checkpointing_offload: bool | None = setting(
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-        "bool",
-        "keep their inputs in host memory (false)",
-        fallback=False,
+        "bool", "keep their inputs in host memory (false)", False
     )
     state_dict_type: Any = setting(
-        "FSDP_STATE_DICT_TYPE",
-        "text",
-        "SHARDED_STATE_DICT or FULL_STATE_DICT",
-        fallback="SHARDED_STATE_DICT",
+        "text", "SHARDED_STATE_DICT or FULL_STATE_DICT", "SHARDED_STATE_DICT"
     )
     forward_prefetch: bool | None = setting(
-        "FSDP_FORWARD_PREFETCH",
-        "bool",
-        "gather the next submodule during forward (false)",
-        fallback=False,
+        "bool", "gather the next submodule during forward (false)", False
     )
     backward_prefetch: Any = setting(
-        "FSDP_BACKWARD_PREFETCH",
-        "text",
-        "FSDP 1's: BACKWARD_PRE or NO_PREFETCH",
-        fallback="BACKWARD_PRE",
+        "text", "FSDP 1's: BACKWARD_PRE or NO_PREFETCH", "BACKWARD_PRE"
     )
-    use_orig_params: bool | None = setting(
-        "FSDP_USE_ORIG_PARAMS", "bool", "FSDP 1's: true", fallback=True
-    )
+    use_orig_params: bool | None = setting("bool", "FSDP 1's: true", True)
     cpu_ram_efficient_loading: bool | None = setting(
-        "FSDP_CPU_RAM_EFFICIENT_LOADING",
-        "bool",
-        "only rank 0 reads pretrained weights (false)",
-        fallback=False,
+        "bool", "only rank 0 reads pretrained weights (false)", False
     )
-    sync_module_states: bool | None = setting(
-        "FSDP_SYNC_MODULE_STATES", "bool", "FSDP 1's: true", fallback=True
-    )
+    sync_module_states: bool | None = setting("bool", "FSDP 1's: true", True)
     ignored_modules: Iterable[Any] | str | None = setting(
-        "FSDP_IGNORED_MODULES", "text", "a regular expression for names of modules not to shard"
+        "text", "a regular expression for names of modules not to shard"
     )
     mixed_precision_policy: Any = None
     state_dict_config: Any = None

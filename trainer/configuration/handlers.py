@@ -67,7 +67,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         ValueError: `num_steps` is below 1.
     """
 
-    num_steps: int | None = setting(_STEPS, "count", fallback=1)
+    num_steps: int | None = setting("count", fallback=1, env=_STEPS)
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False

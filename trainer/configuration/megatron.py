@@ -135,98 +135,56 @@ class MegatronLMPlugin:
         TypeError: A value has the wrong type.
     """
 
+    _env_prefix = "MEGATRON_LM_"
+
     tp_degree: int | None = setting(
-        "MEGATRON_LM_TP_DEGREE",
         "count",
         "processes that share each layer (1)",
-        fallback=1,
+        1,
         question="processes that share each layer, tensor parallel",
     )
     pp_degree: int | None = setting(
-        "MEGATRON_LM_PP_DEGREE",
         "count",
         "stages of layers, one after the other (1)",
-        fallback=1,
+        1,
         question="stages of layers, pipeline parallel",
     )
     num_micro_batches: int | None = setting(
-        "MEGATRON_LM_NUM_MICRO_BATCHES",
         "count",
         "parts of each batch, for the stages (1)",
-        fallback=1,
+        1,
         question="micro-batches of each batch, for the stages",
     )
     gradient_clipping: float | None = setting(
-        "MEGATRON_LM_GRADIENT_CLIPPING",
-        "float",
-        "maximum norm, if the script has none (1.0)",
-        fallback=1.0,
+        "float", "maximum norm, if the script has none (1.0)", 1.0
     )
     sequence_parallelism: bool | None = setting(
-        "MEGATRON_LM_SEQUENCE_PARALLELISM",
-        "bool",
-        "divide sequences where layers are (false)",
-        fallback=False,
+        "bool", "divide sequences where layers are (false)", False
     )
     recompute_activations: bool | None = setting(
-        "MEGATRON_LM_RECOMPUTE_ACTIVATIONS",
-        "bool",
-        "recompute those of the attention (false)",
-        fallback=False,
+        "bool", "recompute those of the attention (false)", False
     )
-    recompute_granularity: str | None = setting(
-        "MEGATRON_LM_RECOMPUTE_GRANULARITY", "text", "full or selective"
-    )
-    recompute_method: str | None = setting(
-        "MEGATRON_LM_RECOMPUTE_METHOD", "text", "uniform or block"
-    )
-    recompute_num_layers: int | None = setting(
-        "MEGATRON_LM_RECOMPUTE_NUM_LAYERS", "count", "layers to recompute"
-    )
-    decoder_last_pipeline_num_layers: int | None = setting(
-        "MEGATRON_LM_DECODER_LAST_PIPELINE_NUM_LAYERS", "count", "layers of the last stage"
-    )
-    attention_dropout: float | None = setting(
-        "MEGATRON_LM_ATTENTION_DROPOUT", "float", "dropout of the attention"
-    )
-    hidden_dropout: float | None = setting(
-        "MEGATRON_LM_HIDDEN_DROPOUT", "float", "dropout of hidden states"
-    )
-    attention_softmax_in_fp32: bool | None = setting(
-        "MEGATRON_LM_ATTENTION_SOFTMAX_IN_FP32", "bool", "the softmax in float32"
-    )
-    use_rotary_position_embeddings: bool | None = setting(
-        "MEGATRON_LM_USE_ROTARY_POSITION_EMBEDDINGS", "bool", "whether the model has them"
-    )
-    use_distributed_optimizer: bool | None = setting(
-        "MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
-        *_REFUSED,
-        fallback=False,
-    )
-    use_custom_fsdp: bool | None = setting("MEGATRON_LM_USE_CUSTOM_FSDP", *_REFUSED)
-    no_load_optim: bool | None = setting("MEGATRON_LM_NO_LOAD_OPTIM", *_REFUSED)
-    no_save_optim: bool | None = setting("MEGATRON_LM_NO_SAVE_OPTIM", *_REFUSED)
-    eod_mask_loss: bool | None = setting("MEGATRON_LM_EOD_MASK_LOSS", *_REFUSED)
-    optimizer_cpu_offload: bool | None = setting("MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD", *_REFUSED)
-    overlap_cpu_optimizer_d2h_h2d: bool | None = setting(
-        "MEGATRON_LM_OVERLAP_CPU_OPTIMIZER_D2H_H2D",
-        *_REFUSED,
-    )
-    use_precision_aware_optimizer: bool | None = setting(
-        "MEGATRON_LM_USE_PRECISION_AWARE_OPTIMIZER",
-        *_REFUSED,
-    )
-    attention_backend: bool | None = setting("MEGATRON_LM_ATTENTION_BACKEND", *_REFUSED)
-    calculate_per_token_loss: bool | None = setting(
-        "MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS", *_REFUSED
-    )
-    expert_model_parallel_size: int | None = setting(
-        "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE", *_ONLY_ONE
-    )
-    expert_tensor_parallel_size: int | None = setting(
-        "MEGATRON_LM_EXPERT_TENSOR_PARALLEL_SIZE", *_ONLY_ONE
-    )
-    context_parallel_size: int | None = setting("MEGATRON_LM_CONTEXT_PARALLEL_SIZE", *_ONLY_ONE)
+    recompute_granularity: str | None = setting("text", "full or selective")
+    recompute_method: str | None = setting("text", "uniform or block")
+    recompute_num_layers: int | None = setting("count", "layers to recompute")
+    decoder_last_pipeline_num_layers: int | None = setting("count", "layers of the last stage")
+    attention_dropout: float | None = setting("float", "dropout of the attention")
+    hidden_dropout: float | None = setting("float", "dropout of hidden states")
+    attention_softmax_in_fp32: bool | None = setting("bool", "the softmax in float32")
+    use_rotary_position_embeddings: bool | None = setting("bool", "whether the model has them")
+    use_distributed_optimizer: bool | None = setting(*_REFUSED, False)
+    use_custom_fsdp: bool | None = setting(*_REFUSED)
+    no_load_optim: bool | None = setting(*_REFUSED)
+    no_save_optim: bool | None = setting(*_REFUSED)
+    eod_mask_loss: bool | None = setting(*_REFUSED)
+    optimizer_cpu_offload: bool | None = setting(*_REFUSED)
+    overlap_cpu_optimizer_d2h_h2d: bool | None = setting(*_REFUSED)
+    use_precision_aware_optimizer: bool | None = setting(*_REFUSED)
+    attention_backend: bool | None = setting(*_REFUSED)
+    calculate_per_token_loss: bool | None = setting(*_REFUSED)
+    expert_model_parallel_size: int | None = setting(*_ONLY_ONE)
+    expert_tensor_parallel_size: int | None = setting(*_ONLY_ONE)
+    context_parallel_size: int | None = setting(*_ONLY_ONE)
     pipeline_model_parallel_split_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool = True
@@ -247,7 +205,7 @@ class MegatronLMPlugin:
     scale_lr_cond: Callable[..., Any] | None = None
     lr_mult: float = 1.0
     megatron_dataset_flag: bool = False
-    seq_length: int | None = setting("MEGATRON_LM_SEQ_LENGTH", "count")
+    seq_length: int | None = setting("count")
     encoder_seq_length: int | None = None
     decoder_seq_length: int | None = None
     tensorboard_dir: str | None = None

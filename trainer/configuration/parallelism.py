@@ -36,9 +36,9 @@ class TorchContextParallelConfig:
         NotImplementedError: It is ``"alltoall"``.
     """
 
-    cp_comm_strategy: str | None = setting(
-        "PARALLELISM_CONFIG_CP_COMM_STRATEGY", "text", "and sent: allgather", fallback="allgather"
-    )
+    _env_prefix = "PARALLELISM_CONFIG_"
+
+    cp_comm_strategy: str | None = setting("text", "and sent: allgather", "allgather")
 
     def __post_init__(self) -> None:
         """Fill in the strategy and check it."""
@@ -69,18 +69,11 @@ class DeepSpeedSequenceParallelConfig:
         TypeError: A value has another type.
     """
 
-    sp_seq_length: int | None = setting(
-        "PARALLELISM_CONFIG_SP_SEQ_LENGTH", "count", "not used while sp_size is 1"
-    )
-    sp_seq_length_is_variable: bool | None = setting(
-        "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
-        "bool",
-        "not used while sp_size is 1",
-        fallback=True,
-    )
-    sp_attn_implementation: str | None = setting(
-        "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "text", "not used while sp_size is 1"
-    )
+    _env_prefix = "PARALLELISM_CONFIG_"
+
+    sp_seq_length: int | None = setting("count", "not used while sp_size is 1")
+    sp_seq_length_is_variable: bool | None = setting("bool", "not used while sp_size is 1", True)
+    sp_attn_implementation: str | None = setting("text", "not used while sp_size is 1")
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and check them."""
@@ -149,38 +142,21 @@ class ParallelismConfig:
         NotImplementedError: `sp_size` is above 1.
     """
 
-    dp_replicate_size: int | None = setting(
-        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "count", "replicas of the model (1)", fallback=1
-    )
-    dp_shard_size: int | None = setting(
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE",
-        "count",
-        "processes that shard a replica (1)",
-        fallback=1,
-    )
+    _env_prefix = "PARALLELISM_CONFIG_"
+
+    dp_replicate_size: int | None = setting("count", "replicas of the model (1)", 1)
+    dp_shard_size: int | None = setting("count", "processes that shard a replica (1)", 1)
     tp_size: int | None = setting(
-        "PARALLELISM_CONFIG_TP_SIZE",
         "count",
         "processes that share each layer (1)",
-        fallback=1,
+        1,
         question="processes that share each layer, tensor parallel",
     )
-    cp_size: int | None = setting(
-        "PARALLELISM_CONFIG_CP_SIZE", "count", "processes that share each sequence (1)", fallback=1
-    )
-    sp_size: int | None = setting(
-        "PARALLELISM_CONFIG_SP_SIZE", "count", "the same by DeepSpeed (1)", fallback=1
-    )
-    cp_backend: str | None = setting(
-        "PARALLELISM_CONFIG_CP_BACKEND", "text", "how sequences are shared: torch", fallback="torch"
-    )
+    cp_size: int | None = setting("count", "processes that share each sequence (1)", 1)
+    sp_size: int | None = setting("count", "the same by DeepSpeed (1)", 1)
+    cp_backend: str | None = setting("text", "how sequences are shared: torch", "torch")
     cp_handler: TorchContextParallelConfig | None = nested(TorchContextParallelConfig)
-    sp_backend: str | None = setting(
-        "PARALLELISM_CONFIG_SP_BACKEND",
-        "text",
-        "not used while sp_size is 1: deepspeed",
-        fallback="deepspeed",
-    )
+    sp_backend: str | None = setting("text", "not used while sp_size is 1: deepspeed", "deepspeed")
     sp_handler: DeepSpeedSequenceParallelConfig | None = nested(DeepSpeedSequenceParallelConfig)
     tp_handler: TorchTensorParallelConfig | None = None
 

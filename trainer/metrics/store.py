@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.checks import check_choice
+from trainer.checks import choice_error
 from trainer.errors import MetricError
 from trainer.metrics.cells import (
     EMPTY,
@@ -182,7 +182,8 @@ class MetricStore:
                 "in a hook before or after one, or in on_train_epoch_end, "
                 "on_validation_epoch_end or on_test_epoch_end."
             )
-        check_choice(f"reduce of the metric {name!r}", reduce, KINDS)
+        if reduce not in KINDS:  # in line: every step comes here
+            raise ValueError(choice_error(f"reduce of the metric {name!r}", reduce, KINDS))
         is_number = isinstance(value, (Tensor, float, int))
         is_object = not is_number and hasattr(value, "compute") and hasattr(value, "reset")
         if not is_object:

@@ -40,8 +40,8 @@ class Length:
         max_seconds: At the first update boundary after this time in seconds.
 
     Raises:
-        ValueError: A number is negative, or a minimum is above its maximum.
-        TypeError: A number is not an int.
+        ValueError: A number is negative or has a fraction, or a minimum is above its maximum.
+        TypeError: A number is of another type.
     """
 
     max_epochs: int | None = None

@@ -124,6 +124,7 @@ class Profiler(Callback):
         if position == self.wait and cycle < self.repeat:
             self._profile = profile(
                 schedule=schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1),
+                acc_events=True,  # of the one cycle; else torch 2.11 warns that it forgets them
                 **self._options,  # type: ignore[arg-type]  # all of them are bool
             )
             self._profile.start()

@@ -451,7 +451,7 @@ def test_an_invalid_configuration_is_shown_once_and_not_restarted(capfd):
     text = capfd.readouterr().err
     assert text.count("max_epochs is -3") == 1
     last = text.partition(f" of 2 on {socket.gethostname()} failed first:\n")[2]
-    assert last.startswith("trainer fit: max_epochs is -3; it must be at least 0")
+    assert last.startswith("trainer fit: max_epochs is -3; it must be a whole number of at least 0")
     assert "restarted" not in text
     assert "exited with code" not in text
 

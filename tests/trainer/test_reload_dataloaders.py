@@ -191,7 +191,7 @@ def test_passed_loaders_cannot_be_reloaded(argument):
 
 
 @pytest.mark.parametrize(
-    ("value", "error"), [(-1, ValueError), (True, TypeError), (1.5, TypeError)]
+    ("value", "error"), [(-1, ValueError), (True, TypeError), (1.5, ValueError)]
 )
 def test_invalid_reload_interval_raises(value, error):
     with pytest.raises(error, match=rf"reload_dataloaders_every_n_epochs is {value}; "):

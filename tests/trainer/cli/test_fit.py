@@ -504,7 +504,7 @@ def test_the_help_teaches(capsys):
         (["--model=fitted.Lin"], ['"model"', "module 'fitted' has no attribute 'Lin'"]),
         (["--model.widht=3"], ["'fitted.Line'", "Option 'widht' is not accepted"]),
         (["--model.width=x"], ['"width"', "Expected a <class 'int'>. Got value: x"]),
-        (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be at least 0"]),
+        (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be a whole number"]),
         (["nowhere.yaml"], ["File does not exist"]),
         (["fitted.py"], ["fitted.py is a script: use `trainer launch fitted.py`."]),
     ],

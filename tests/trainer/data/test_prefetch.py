@@ -14,7 +14,7 @@ from tests.helpers.requires import requires_cuda
 from tests.helpers.streams import LateStreams
 from trainer import TrainModule
 from trainer.data import dataloader as loaders
-from trainer.data.dataloader import DataLoaderShard
+from trainer.data.dataloader import DataLoaderShard, LoaderSettings
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.prefetch import Lead, send, streams_for
@@ -180,8 +180,7 @@ class Failing(Dataset):
 
 
 def prepared(kind, source, *, non_blocking=True, skip=0, rank=0, world_size=1):
-    return kind.of(
-        source,
+    settings = LoaderSettings(
         rank=rank,
         world_size=world_size,
         seed=0,
@@ -190,6 +189,7 @@ def prepared(kind, source, *, non_blocking=True, skip=0, rank=0, world_size=1):
         non_blocking=non_blocking,
         skip_batches=skip,
     )
+    return kind.of(source, settings)
 
 
 @pytest.fixture

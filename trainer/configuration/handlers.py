@@ -279,6 +279,8 @@ class ProfileKwargs(KwargsHandler):
             with_stack=self.with_stack,
             with_flops=self.with_flops,
             with_modules=self.with_modules,
+            # Of one recording all are there; torch up to 2.11 warns of those before the latest.
+            acc_events=self.schedule_option is None,
         )
 
     def _finish(self, rank: int, profiler: Any) -> None:

@@ -793,14 +793,14 @@ class Accelerator:
         ):
             scheduler = scheduler.per_update(self.engine.parallel.dp_size)
         used = self.engine.prepare_scheduler(scheduler)
-        indices = [
+        optimizers = [
             optimizer
             for optimizer in self._optimizers
             if scheduler.optimizer in (optimizer, optimizer.optimizer)
         ]
         prepared = AcceleratedScheduler(
             used,
-            indices or list(self._optimizers),
+            optimizers or list(self._optimizers),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
             tick=None if used in self.engine.schedules else self.scheduler_tick,

@@ -212,3 +212,53 @@ def test_a_rank_without_a_batch_has_no_weight_in_logged_values(ranks3):
         return trainer.callback_metrics["rank"]
 
     assert ranks3(logged) == [pytest.approx((0 * 2 + 1 + 2) / 4)] * 3
+
+
+class ByHand(TrainModule):
+    """Draws from a generator of its own, which it forgets at the end of a validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Linear(5, 1)
+        self.automatic_optimization = False
+        self.generator = torch.Generator().manual_seed(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch[0]).square().mean())
+        optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.randn(1, generator=self.generator)
+
+    def on_validation_end(self) -> None:
+        self.generator = None
+
+    def on_validation_start(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class ChosenLate(ByHand):
+    """Chooses manual optimisation in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def on_fit_start(self) -> None:
+        self.automatic_optimization = False
+
+
+def test_a_hook_may_choose_manual_optimisation(caplog):
+    found = []
+    for module in (ByHand(), ChosenLate()):
+        loader = DataLoader(tensors(8), BATCH)
+        quiet_trainer(max_epochs=1, seed=SEED).fit(module, loader, loader)
+        found.append(module.net.state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert "had random generators when" not in caplog.text  # nothing was resumed

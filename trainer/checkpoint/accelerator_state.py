@@ -511,7 +511,8 @@ def _parts(
         names = {file: f"Model {number}" for number, file in enumerate(models)}
         for stem, part in shared.items():
             of_class = f" ({part.kind})" if isinstance(part, PlacedState) else ""
-            names[stem] = f"The state of {stem}{of_class}"
+            what = "the prepared loaders" if stem == _LOADERS else stem
+            names[stem] = f"The state of {what}{of_class}"
         parts = state_parts(models, trees, shards, names)
     of_rank = [tree_part(rank_state, _rank_stem(ranks.process_index))]
     if shards is not None:

@@ -216,7 +216,7 @@ class RunGenerators:
     """
 
     def __init__(self, module: nn.Module, of_data: NamedGenerators) -> None:
-        self._module, others = module, set(map(id, of_data.values()))
+        others = set(map(id, of_data.values()))
         self.named = {
             path: each for path, each in kept_by(module).items() if id(each) not in others
         }
@@ -225,18 +225,11 @@ class RunGenerators:
         """Return the states of all generators, as a tree that a checkpoint can hold."""
         return rng_state() | {"own": states_of(self.named)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states; warn of generators that the module no longer has."""
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Restore the states; return the paths where the module has no such generator now."""
         load_rng_state(state)
         # "own" is missing on a rank that the run did not have when it was saved.
-        if missing := load_states(self.named, state.get("own", {})):
-            logger.warning(
-                "%s had random generators when the checkpoint was saved (%s) that it does not have "
-                "now; those that it creates later start with new states. Create them in __init__ "
-                "or configure_model.",
-                type(self._module).__name__,
-                ", ".join(missing),
-            )
+        return load_states(self.named, state.get("own", {}))
 
 
 def _kind(generator: Any) -> str:

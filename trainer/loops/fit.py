@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from trainer.checkpoint.storage import reading
 from trainer.data.epoch_iterator import GlobalBatch
 from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import all_gather_object
-from trainer.errors import Preempted
+from trainer.errors import Preempted, module_logger
 from trainer.loops.buffers import sync_buffers
 from trainer.loops.dataloaders import check_same_length, reload_if_due
 from trainer.loops.evaluate import (
@@ -41,6 +41,8 @@ from trainer.metrics.accumulators import (
     put_metrics_back,
 )
 from trainer.optim.schedule_free import evaluation_weights, schedule_free
+
+logger = module_logger(__name__)
 
 
 def fit(run: FitRun) -> None:
@@ -140,7 +142,10 @@ def train_epoch(run: FitRun) -> None:
         finish_update(run)
         if counters.epoch_complete or finished(run):
             return
-    train = partial(train_window, run) if run.manual is None else run.manual.train_window
+    train: Callable[[Iterator[GlobalBatch]], bool] = partial(train_window, run)
+    if not run.module.automatic_optimization:
+        run.manual = run.manual or ManualOptimization(run)  # a hook may have chosen it
+        train = run.manual.train_window
     begun_at = counters.global_batches
     with closing(
         run.device_transfer.global_batches(epoch_iterator, keeps_latest=run.hooks.may_end_epoch)
@@ -163,10 +168,19 @@ def train_epoch(run: FitRun) -> None:
 
 def restore_rng(run: FitRun) -> None:
     """Restore the RNG states of the checkpoint being resumed, once; later calls do nothing."""
-    if run.saving.saved_rng is not None:
-        with reading("The state of the random generators", "cannot be restored"):
-            run.generators.load_state_dict(run.saving.saved_rng)
-        run.saving.saved_rng = None
+    if run.saving.saved_rng is None:
+        return
+    with reading("The state of the random generators", "cannot be restored"):
+        missing = run.generators.load_state_dict(run.saving.saved_rng)
+    run.saving.saved_rng = None
+    if missing:
+        logger.warning(
+            "%s had random generators when the checkpoint was saved (%s) that it does not have "
+            "now; those that it creates later start with new states. Create them in __init__ or "
+            "configure_model.",
+            type(run.module).__name__,
+            ", ".join(missing),
+        )
 
 
 def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iterator[GlobalBatch]]:

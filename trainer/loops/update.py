@@ -221,7 +221,8 @@ def check_parameters(run: FitRun) -> None:
     parameters = run.optim.parameters
     if parameters.first and run.warns:  # earlier hooks may have called eval()
         warn_of_dropout_off(run.module)
-    run.engine.check_unknown_parameters()
+    if parameters.changed:
+        run.engine.check_unknown_parameters()
     if parameters.unregistered and not parameters.warned:
         check_unregistered_parameters(run)
 

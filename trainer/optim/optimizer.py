@@ -388,6 +388,7 @@ class ParameterLists:
         unused: The parameters that no optimizer has.
         unregistered: Unregistered parameters: an optimizer has them, the module does not.
         first: Whether the latest refresh was the first one.
+        changed: Whether it found other parameters than the one before.
         warned: Whether a warning about unregistered parameters was logged.
     """
 
@@ -396,7 +397,7 @@ class ParameterLists:
         self.all = list(module.parameters())
         self.unused: list[torch.nn.Parameter] = []
         self.unregistered: list[torch.nn.Parameter] = []
-        self.first = False
+        self.first = self.changed = False
         self.warned = False
         self._signature: list[int] = []
 
@@ -414,7 +415,8 @@ class ParameterLists:
                 now += id(parameters), len(parameters)
                 if parameters:
                     now += id(parameters[0]), id(parameters[-1])
-        if now == self._signature:
+        self.changed = now != self._signature
+        if not self.changed:
             return bool(self.unregistered) and not self.warned
         registered, used = list(self._module.parameters()), parameters_of(self._optimizers)
         registered_ids, used_ids = set(map(id, registered)), set(map(id, used))

@@ -62,7 +62,7 @@ from trainer.loops.config import (
 )
 from trainer.loops.dataloaders import Sources, are_empty, take_datamodule
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
-from trainer.loops.fit import finished, fit
+from trainer.loops.fit import fit, should_end
 from trainer.loops.fit_state import require_space, save_run, save_weights_alone
 from trainer.loops.lifecycle import (
     RunContext,
@@ -975,7 +975,7 @@ class Trainer:
         run = self._fitting
         if run is None:
             return False
-        return (run.in_boundary or bool(run.hooks.boundary.remaining_callbacks)) and finished(run)
+        return (run.in_boundary or bool(run.hooks.boundary.remaining_callbacks)) and should_end(run)
 
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:

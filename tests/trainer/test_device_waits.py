@@ -428,7 +428,7 @@ WAITS = {
         "loops/fit.py: check_data_ends_together": UNREAD,
         "loops/recorder.py: _arriving": "the values of the last update are recorded",
         "loops/recorder.py: record": "its values are asked for, in one transfer",
-        "loops/update.py: reduce_update": "the values of the last update are asked for",
+        "loops/update.py: reduce_step_metrics": "the values of the last update are asked for",
         "metrics/reduction.py: _agree": NAMES,
         "metrics/reduction.py: _all_reduce": NAMES,
     },

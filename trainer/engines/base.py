@@ -45,21 +45,21 @@ class EngineOptions:
         world_size: The number of processes.
         ddp_kwargs: Arguments of DDP, or None for its defaults.
         fsdp_plugin: How the model is sharded; None does not shard it.
-        deepspeed_plugin: How DeepSpeed partitions a model and its optimizer; None does not.
-        megatron_lm_plugin: How a model of megatron-core is divided; None has no such model.
+        deepspeed_plugin: How DeepSpeed partitions a model and its optimizer; None: it is not used.
+        megatron_lm_plugin: How a model of megatron-core is divided; None: it is not used.
         parallelism_config: The sizes of the dimensions over which it is sharded and split.
         mixed_precision: The precision of the forward pass: ``"no"``, ``"bf16"``, ``"fp16"`` or
             ``"fp8"``.
-        fp8_layers: Has converted layers of the modules to 8 bits, with ``"fp8"``.
+        fp8_layers: Converts linear layers to 8 bits, for the precision ``"fp8"``.
         sync_each_batch: Reduce gradients after every micro-batch, not only at the end of a window.
-        dynamo_plugin: How an engine with `Engine.compiles_units` compiles them.
-        timeout: The time limit of a collective; None is the library's.
+        dynamo_plugin: How an engine with `Engine.compiles_units` compiles its units.
+        timeout: The time limit of a collective; None: the default of torch.
         engine: The user's own engine, or None for the one that fits the processes.
         mesh: The device mesh of all processes, if an earlier engine has made it.
         run_backward: Runs the backward pass of a loss: ``Tensor.backward``, or the module's own
             ``backward``.
-        checks_gradients: Whether nothing changes gradients after they are reduced, so that whether
-            they are finite may be asked of all processes along with the step stats.
+        checks_gradients: Whether the engine may check with the step stats that gradients are
+            finite, in one message: no hook changes them after they are reduced.
     """
 
     device: torch.device
@@ -88,14 +88,14 @@ class Engine(Protocol):
         options: What it was made with.
         parallel: Which share of the data this process reads, and whether its values count.
         forward_is_collective: Whether a forward pass is known to wait for the other processes.
-        distributed_type: What `Accelerator.distributed_type` is; None if the processes say it.
+        distributed_type: `Accelerator.distributed_type`; None: by the number of processes.
         full_state_on_rank0: Whether `full_state_dict` and the optimizer's ``state_dict`` are
             collective, and give everything to rank 0 alone: a checkpoint is not sharded.
-        is_model_parallel: Whether processes hold parts of one model that do not say so themselves:
-            other layers, or parts of layers.
+        is_model_parallel: Whether processes hold different layers, or parts of layers, as plain
+            tensors: those of a ``DTensor`` know that they are parts.
         schedules: Schedules that it advances itself with each update, in a loop of your own.
-        optimizer_driver: Makes the updates of prepared optimizers, and has their state; None if
-            they do and have.
+        optimizer_driver: The library that makes the updates and holds the optimizers' state, such
+            as DeepSpeed; None: torch's optimizers do.
         compiles_units: Whether `start` compiles parts of the module; else the loop compiles its
             steps.
         reduce_gradients: Averages an optimizer's gradients over the processes when it steps; None
@@ -210,7 +210,7 @@ class Engine(Protocol):
             **kwargs: Further arguments of ``loss.backward``.
 
         Returns:
-            The number of items in the window over all processes; 0 without `stats`.
+            With `stats`, the number of items in the window over all processes; else 0.
         """
 
     def dummy(self) -> AbstractContextManager[None]:

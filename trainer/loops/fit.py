@@ -33,7 +33,7 @@ from trainer.loops.preflight import check_reachable, warn_of_missed, warn_of_sha
 from trainer.loops.profiler import DATA, VALIDATING
 from trainer.loops.state import FitRun
 from trainer.loops.train_step import train_window
-from trainer.loops.update import reduce_update, step_schedulers
+from trainer.loops.update import reduce_step_metrics, step_schedulers
 from trainer.metrics import TRAIN_EPOCH
 from trainer.metrics.accumulators import (
     isolated_training_metrics,
@@ -68,8 +68,8 @@ def fit(run: FitRun) -> None:
         hooks.on_train_start()
     if hooks.boundary.remaining_callbacks:
         finish_boundary(run)
-    while run.saving.unfinished or not finished(run):
-        if counters.epoch_complete and not run.saving.unfinished:
+    while run.saving.work_due or not should_end(run):
+        if counters.epoch_complete and not run.saving.work_due:
             counters.begin_epoch()
             run.timing.call(DATA, reload_if_due, run)
         train_epoch(run)
@@ -79,11 +79,11 @@ def fit(run: FitRun) -> None:
     check_same_hook(run, "on_train_end")
     run.saving.pending_saves.make(run.world_size)
     if hooks.monitors_due:  # callbacks rank the final checkpoint by these values
-        reduce_update(run)
+        reduce_step_metrics(run)
     hooks.on_train_end()
     check_same_hook(run, "on_fit_end")
     if counters.global_step > run.intervals.last_logged:
-        record_update(run)  # the last update is always recorded
+        record_step_metrics(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
     warn_of_missed(run)
     hooks.on_fit_end()
@@ -105,7 +105,7 @@ def check_same_hook(run: FitRun, hook: str) -> None:
         check_collective(hook)
 
 
-def finished(run: FitRun) -> bool:
+def should_end(run: FitRun) -> bool:
     """Return whether the run is over; the same result on all ranks."""
     progress = run.progress
     if run.intervals.length.reached(progress):
@@ -124,7 +124,7 @@ def train_epoch(run: FitRun) -> None:
     run.metrics.begin_epoch_values()
     if counters.global_batches == 0:  # else the run resumes inside the epoch
         restore_rng(run)
-        forget_epoch_votes(run)  # of the last update before
+        forget_epoch_votes(run)  # those of the previous epoch's last update
         before = plain_attributes(run.module)
         run.hooks.on_train_epoch_start()
         run.saving.epoch_attributes |= changed_attributes(run.module, before)
@@ -137,10 +137,10 @@ def train_epoch(run: FitRun) -> None:
         check_same_length(epoch_iterator, f"train loader in epoch {counters.epoch}")
     run.data.epoch_length = epoch_iterator.num_batches
     restore_rng(run)
-    if run.saving.unfinished:
-        run.saving.unfinished = False
+    if run.saving.work_due:
+        run.saving.work_due = False
         finish_update(run)
-        if counters.epoch_complete or finished(run):
+        if counters.epoch_complete or should_end(run):
             return
     train: Callable[[Iterator[GlobalBatch]], bool] = partial(train_window, run)
     if not run.module.automatic_optimization:
@@ -153,7 +153,7 @@ def train_epoch(run: FitRun) -> None:
         for window in windows(run, global_batches):
             if train(window):
                 finish_update(run)
-                if counters.epoch_complete or finished(run):
+                if counters.epoch_complete or should_end(run):
                     break
     if counters.global_batches == begun_at:
         which = f" after its first {counters.epoch_batches}" if begun_at else ""
@@ -185,14 +185,16 @@ def restore_rng(run: FitRun) -> None:
 
 def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iterator[GlobalBatch]]:
     """Group global batches into windows of `Optimization.accumulation`, fewer at the end."""
-    first = None
+    had_batch = False
     for first in global_batches:
+        had_batch = True
         yield chain([first], islice(global_batches, run.optim.accumulation - 1))
-    # A stream that has ended on this rank alone: the others go on until they hear of it.
-    while first is not None and not run.counters.epoch_complete:
+    # A stream may end on one rank first: until the step sync says that the epoch is over, this rank
+    # runs dummy batches.
+    while had_batch and not run.counters.epoch_complete:
         dummy = run.data.epoch_iterator.dummy_batch
-        without = GlobalBatch(False, dummy, 0, 0, 0, batches=0, ended=True)
-        yield (replace(without) for _ in range(run.optim.accumulation))
+        missing = GlobalBatch(False, dummy, 0, 0, 0, batches=0, ended=True)
+        yield (replace(missing) for _ in range(run.optim.accumulation))
 
 
 def forget_epoch_votes(run: FitRun) -> None:
@@ -215,7 +217,7 @@ def finish_update(run: FitRun) -> None:
     if run.step_sync.latest.failed_saves:
         run.saving.writer.wait()  # raises the error of the background save, on all ranks alike
     if run.intervals.log_due:
-        record_update(run)
+        record_step_metrics(run)
         run.intervals.log_due = False
     if run.step_sync.latest.signals:
         preempt(run)
@@ -247,7 +249,7 @@ def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
     run.metrics.scope = None
     run.in_boundary = True
     if run.hooks.monitors_due and any(due() for due in run.hooks.monitors_due):
-        reduce_update(run)
+        reduce_step_metrics(run)
     run.hooks.on_boundary()
     if on_all_ranks or run.world_size == 1 or run.step_sync.latest.requested_saves:
         run.saving.pending_saves.make(run.world_size)
@@ -273,7 +275,7 @@ def preempt(run: FitRun) -> NoReturn:
     Raises:
         Preempted: Always.
     """
-    run.saving.unfinished = run.in_boundary = True
+    run.saving.work_due = run.in_boundary = True
     run.hooks.on_preemption()
     run.saving.pending_saves.make(run.world_size)
     raise preempted(run)
@@ -325,7 +327,7 @@ def check_data_ends_together(run: FitRun) -> None:
     )
 
 
-def record_update(run: FitRun) -> None:
+def record_step_metrics(run: FitRun) -> None:
     """Reduce what this update logged and start the transfer to the host, to be recorded."""
     counters, values = run.counters, run.metrics.reduce_step()
     if run.optim.guard is not None and run.optim.guard.skipped:
@@ -367,7 +369,7 @@ def validate(run: FitRun) -> None:
 
 def end_epoch(run: FitRun) -> None:
     """Call the epoch-end hooks, record the epoch's metrics and step the epoch-wise schedulers."""
-    reduce_update(run)
+    reduce_step_metrics(run)
     record_epoch(run, "train")
     if run.data.epoch_iterator.presharded:
         run.engine.broadcast_buffers()  # from a rank whose data ended last

@@ -194,8 +194,10 @@ def make_fit_run(
 def _engine_of_fit(context: RunContext, module: TrainModule, hooks: HookTable) -> Engine:
     """Return the engine of a fit, with the module's own ``backward`` if it has one."""
     accelerator, settings = context.accelerator, context.settings
-    # Hooks that may change gradients after their reduction.
-    between = {"on_after_backward", "on_before_optimizer_step"} & dict(hooks.overridden()).keys()
+    # They may change gradients after the reduction.
+    changing_hooks = {"on_after_backward", "on_before_optimizer_step"} & dict(
+        hooks.overridden()
+    ).keys()
     options = replace(
         accelerator.engine.options,
         run_backward=hooks.module_overrides.get("backward", Tensor.backward),
@@ -203,7 +205,7 @@ def _engine_of_fit(context: RunContext, module: TrainModule, hooks: HookTable) -
             settings.non_finite != "ignore"
             and module.automatic_optimization
             and not accelerator.precision.scales
-            and not between
+            and not changing_hooks
         ),
     )
     engine = choose_engine(options, automatic=module.automatic_optimization)

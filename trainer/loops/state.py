@@ -278,7 +278,7 @@ class Intervals:
         return {"last_logged": self.last_logged, "schedules": schedules}
 
     def load_state_dict(self, state: Mapping[str, Any], now: Progress) -> None:
-        """Restore it, at this progress of the run."""
+        """Restore the schedules, at this progress of the run."""
         self.last_logged = state["last_logged"]
         self.val_schedule.load_state_dict(state["schedules"]["val"], now)
         self.log_schedule.load_state_dict(state["schedules"]["log"], now)
@@ -316,11 +316,12 @@ class CheckpointState:
             eval mode; see `trainer.loops.module_flags`.
         ended: Module flags as in `begun`, at the end of the fit: later changes to the module do
             not belong to the run.
-        unfinished: Whether a signal ended the run before the work due after its last update.
+        work_due: Whether a signal ended the run before the work due after its last update.
         saved_rng: RNG states of the checkpoint that the run resumes from; None once restored.
         epoch_attributes: The module's plain attributes as ``on_train_epoch_start`` has set them.
             Checkpoints hold them: a run that resumes inside the epoch does not call it again.
-        starts_epoch_again: Whether it does, since the checkpoint does not hold them.
+        starts_epoch_again: Whether to call ``on_train_epoch_start`` again in the resumed epoch: the
+            checkpoint, of an earlier release, does not hold its attributes.
     """
 
     writer: Final[Writer]
@@ -328,18 +329,18 @@ class CheckpointState:
     run_id: str
     begun: Final[dict[str, list[str]]]
     ended: dict[str, list[str]] | None = None
-    unfinished: bool = False
+    work_due: bool = False
     saved_rng: dict[str, Any] | None = None
     epoch_attributes: dict[str, Any] = field(default_factory=dict)
     starts_epoch_again: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return which run it is, and whether a signal has ended it."""
-        return {"run_id": self.run_id, "unfinished": self.unfinished}
+        return {"run_id": self.run_id, "unfinished": self.work_due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue that run."""
-        self.run_id, self.unfinished = state["run_id"], state["unfinished"]
+        """Restore the id and the signal."""
+        self.run_id, self.work_due = state["run_id"], state["unfinished"]
 
 
 @dataclass(kw_only=True)
@@ -383,7 +384,7 @@ class FitRun(Run):
         return {"counters": counters, **self.step_sync.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there."""
+        """Restore the counters and the step sync."""
         self.counters.load_state_dict(state["counters"], self.dp_size)
         self.step_sync.load_state_dict(state, self.counters.seconds)
 
@@ -411,12 +412,17 @@ class FitRun(Run):
         return f"{where}, batch {self.batch_idx}"
 
     def own_stats(
-        self, last: GlobalBatch, items: float, loss: Tensor | None = None, *, ends_epoch: bool
+        self,
+        micro_batch: GlobalBatch,
+        items: float,
+        loss: Tensor | None = None,
+        *,
+        ends_epoch: bool,
     ) -> StepStats:
         """Return this rank's step stats of a window, to be summed over all ranks.
 
         Args:
-            last: The window's last global batch.
+            micro_batch: The window's last one.
             items: The window's items on this rank.
             loss: A scalar that is finite only if all losses of the window are; None without loss.
             ends_epoch: Whether ``on_train_batch_start`` returned -1 on this rank in the window.
@@ -424,8 +430,8 @@ class FitRun(Run):
         # Processes that read the same data count them once.
         counts = self.engine.parallel.is_data_primary
         # Only this rank can know it: a stream is exhausted, or a dataset has ended early.
-        stream = self.data.epoch_iterator.sampler is None
-        ended = counts and (last.ended or (last.last and stream))
+        is_stream = self.data.epoch_iterator.sampler is None
+        ended = counts and (micro_batch.ended or (micro_batch.last and is_stream))
         if self.optim.guard is not None:
             self.optim.guard.window_loss = loss
         return StepStats(

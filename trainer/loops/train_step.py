@@ -43,18 +43,18 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             this rank may have no batch; it still takes part in the gradient reduction.
 
     Returns:
-        True: the window makes an update, or ends the epoch.
+        True, always; see `ManualOptimization.train_window`.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     weighting = run.optim.weighting
     size = weighting.micro_batches = run.optim.accumulation  # a hook may change it for the next one
     items_here = 0.0
-    # Items of all ranks; None if this rank cannot know the others'. On the CPU their sum is there
-    # anyway, and knows of batches that others have skipped.
-    may_skip = run.device.type == "cpu" or hooks.may_end_epoch
-    global_items = None if run.dp_size > 1 and may_skip else 0.0
-    # Non-finite only if a loss is: unlike a sum it cannot overflow.
-    max_abs_loss: Tensor | None = None
+    # Items of all ranks, where this rank knows them before the reduction; else None. On the CPU the
+    # reduced sum is there at once, and knows of batches that others have skipped.
+    unknown = run.device.type == "cpu" or hooks.may_end_epoch
+    global_items = None if run.dp_size > 1 and unknown else 0.0
+    # Finite only if all losses of the window are. Not a sum, which may overflow.
+    finite_probe: Tensor | None = None
     last_loss: Tensor | None = None
     ends_epoch = False  # whether on_train_batch_start returned -1 in this window, on this rank
     metrics.begin_window()
@@ -70,7 +70,9 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         outputs: Any = None
         loss: Tensor | None = None
         skips = False
-        of_batch, of_backward, ends_epoch = begin_batch(run, micro_batch, batch, items, ends_epoch)
+        batch_hooks, backward_hooks, ends_epoch = begin_batch(
+            run, micro_batch, batch, items, ends_epoch
+        )
         if micro_batch.present and items:
             with run.precision.autocast():
                 outputs = engine.forward("training_step", batch, batch_idx)
@@ -85,30 +87,32 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         if items:
             loss = loss_of(outputs)
             last_loss = loss.detach()
-            max_abs_loss = last_loss if size == 1 else max_abs_of(run, max_abs_loss, last_loss)
-            of_backward.on_before_backward(loss)
+            finite_probe = last_loss if size == 1 else finite_probe_of(run, finite_probe, last_loss)
+            backward_hooks.on_before_backward(loss)
         items_here += items
         global_items = count_global_batch(run, micro_batch, global_items)
         stats = (
-            run.own_stats(micro_batch, items_here, max_abs_loss, ends_epoch=ends_epoch)
+            run.own_stats(micro_batch, items_here, finite_probe, ends_epoch=ends_epoch)
             if sync
             else None
         )
         if loss is None and run.dp_size > 1 and not skips:
-            outputs, total = dummy_step(run, micro_batch, batch, number, stats, left_out=ends_epoch)
+            outputs, window_items = dummy_step(
+                run, micro_batch, batch, number, stats, left_out=ends_epoch
+            )
         elif loss is None:
-            total = contribute_nothing(run, stats, skips=skips or not micro_batch.present)
+            window_items = contribute_nothing(run, stats, skips=skips or not micro_batch.present)
         else:
-            total = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
-            of_backward.on_after_backward()
+            window_items = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
+            backward_hooks.on_after_backward()
         if sync:
             metrics.items = items_here  # the weight of what is logged about the update
-            total = total if global_items is None else global_items
-            run.timing.call(OPTIMIZER, update, run, total, items_here, last_loss)
+            window_items = window_items if global_items is None else global_items
+            run.timing.call(OPTIMIZER, update, run, window_items, items_here, last_loss)
         if micro_batch.present:
             metrics.items = items
-            of_step = run.module._outputs_of_step(outputs, size)
-            of_batch.on_train_batch_end(of_step, batch, batch_idx)
+            hook_outputs = run.module._outputs_of_step(outputs, size)
+            batch_hooks.on_train_batch_end(hook_outputs, batch, batch_idx)
     metrics.items = items_here
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
@@ -215,11 +219,11 @@ def drop_leftover_gradients(run: FitRun, number: int) -> None:
                 optimizer.zero_grad()
 
 
-def max_abs_of(run: FitRun, max_abs_loss: Tensor | None, loss: Tensor) -> Tensor | None:
+def finite_probe_of(run: FitRun, finite_probe: Tensor | None, loss: Tensor) -> Tensor | None:
     """Return the maximum of a window's absolute losses so far; None if no guard needs it."""
     if run.optim.guard is None:
         return None
-    return loss.abs() if max_abs_loss is None else torch.maximum(max_abs_loss, loss.abs())
+    return loss.abs() if finite_probe is None else torch.maximum(finite_probe, loss.abs())
 
 
 def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
@@ -253,19 +257,19 @@ def begin_batch(
         The hooks of the batch, and those of its backward pass, which forbid collectives where not
         all ranks call them; and whether this rank has voted to end the epoch.
     """
-    of_batch: Any = run.hooks
-    of_backward: Any = run.hooks
+    batch_hooks: Any = run.hooks
+    backward_hooks: Any = run.hooks
     if micro_batch.batches < run.dp_size:
-        of_batch = of_backward = without_collectives(run, micro_batch)
+        batch_hooks = backward_hooks = without_collectives(run, micro_batch)
     elif run.device_transfer.may_lack_items:
-        of_backward = NoCollectives(run.hooks, WITHOUT_ITEMS)
+        backward_hooks = NoCollectives(run.hooks, WITHOUT_ITEMS)
     if micro_batch.present:
         run.metrics.begin_batch(items)
         # A window goes on after a vote, without this rank: the other ranks need its messages.
-        if ends_epoch or of_batch.on_train_batch_start(batch, run.batch_idx):
+        if ends_epoch or batch_hooks.on_train_batch_start(batch, run.batch_idx):
             leave_batch_out(run, micro_batch)
             ends_epoch = True
-    return of_batch, of_backward, ends_epoch
+    return batch_hooks, backward_hooks, ends_epoch
 
 
 def without_collectives(run: FitRun, micro_batch: GlobalBatch) -> Any:

@@ -15,7 +15,9 @@ from trainer.optim.optimizer import AcceleratedOptimizer, LossOfUpdate
 logger = module_logger(__name__)
 
 
-def update(run: FitRun, total: float | Tensor, items: float, last_loss: Tensor | None) -> None:
+def update(
+    run: FitRun, window_items: float | Tensor, items: float, last_loss: Tensor | None
+) -> None:
     """Make one optimizer update: unscale, call hooks, check for non-finite values, clip, step.
 
     Step-wise schedulers step and `global_step` advances, also if the update is skipped. Nothing is
@@ -23,7 +25,8 @@ def update(run: FitRun, total: float | Tensor, items: float, last_loss: Tensor |
 
     Args:
         run: The fit; its gradients are already reduced over the ranks.
-        total: Items of the window over all ranks. The gradients are divided by it.
+        window_items: Items of the window over all ranks, by which gradients are weighted; see
+            `LossWeighting.factor`.
         items: Items of the window on this rank.
         last_loss: The last loss of this rank, for the error message.
 
@@ -42,7 +45,7 @@ def update(run: FitRun, total: float | Tensor, items: float, last_loss: Tensor |
         parameter.grad = None
     if run.precision.scales:
         run.precision.unscale_together([optimizer.optimizer for optimizer in optim.optimizers])
-    factor = optim.weighting.factor(total)
+    factor = optim.weighting.factor(window_items)
     if factor is not None:
         run.engine.scale_gradients_(optim.parameters.all, factor)
     see_if_log_is_due(run)
@@ -170,7 +173,7 @@ def step_schedulers(
             latest = run.recorder.latest
             if entry.takes_metric:
                 assert entry.monitor is not None
-                reduce_update(run)
+                reduce_step_metrics(run)
                 monitored = run.recorder.monitored(entry.monitor)
                 if monitored is None and entry.monitor in latest:
                     continue  # validation logs this name too, but none has run yet
@@ -178,7 +181,7 @@ def step_schedulers(
             entry.step(latest, run.hooks.module_overrides.get("lr_scheduler_step"), warns=run.warns)
 
 
-def reduce_update(run: FitRun) -> None:
+def reduce_step_metrics(run: FitRun) -> None:
     """Reduce what the latest update logged, for decisions that depend on it; collective.
 
     The values are remembered, not recorded. If they are already reduced, nothing is done. If the

@@ -1,11 +1,12 @@
-"""Loss weighting of micro-batches, so that an update equals that of the whole batch (P4).
+"""Loss weighting of micro-batches, so that an update equals that of the whole batch.
 
 The loss of a micro-batch is a mean over its items. The whole batch's loss is therefore the sum of
 ``loss × items`` over micro-batches and ranks, divided by the total number of items. The total is
 known only at the end of the gradient accumulation window, so two factors are used. The backward
-pass uses ``loss × items ÷ reference``. The reference is the nominal number of items of a window,
-fixed for the run. At the end of the window, the gradients (summed over micro-batches and averaged
-over *N* ranks) are multiplied by ``N × reference ÷ total``.
+pass uses ``loss × items ÷ nominal``, where ``nominal`` is the number of items of a full window on
+one rank: that of a full micro-batch (the reference, fixed for the run) times the micro-batches. At
+the end of the window, the gradients (summed over micro-batches and averaged over *N* ranks) are
+multiplied by ``N × nominal ÷ total``.
 
 A factor of 1 is skipped, as in every full window of equal micro-batches. Both factors are skipped
 if the window is a single micro-batch on a single rank. The update is then bit-identical to that of
@@ -61,7 +62,7 @@ class LossWeighting:
             self.reference = broadcast_object(items) or 1.0
 
     def weigh(self, loss: Tensor, items: float) -> Tensor:
-        """Return ``loss × items ÷ reference``.
+        """Return ``loss × items ÷ nominal``; see the module's docstring.
 
         It is computed by one division, which is exact for equal micro-batches.
 
@@ -76,7 +77,7 @@ class LossWeighting:
         return loss if divisor == 1.0 else loss / divisor
 
     def factor(self, total: float | Tensor) -> float | Tensor | None:
-        """Return ``N × reference ÷ total``, by which the gradients of a window are multiplied.
+        """Return ``N × nominal ÷ total``, by which the gradients of a window are multiplied.
 
         Args:
             total: The window's items over all ranks: a number, or a device tensor of shape (),

@@ -105,7 +105,7 @@ def run_shell(command: str) -> None:
         },
     )
     try:
-        output, _ = started.communicate(timeout=200)
+        output, _ = started.communicate(timeout=600)
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
@@ -117,6 +117,7 @@ def run_shell(command: str) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings(PEFT)
+@pytest.mark.timeout(900)  # a page may start thirty processes, each of which imports torch
 @each_page
 def test_every_block_runs(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -88,8 +88,8 @@ class RankStates:
 
     Attributes:
         states: The states in the order of ranks.
-        data_size: Of how many shares of the data they are; the others read the same data again.
-        rank: The rank of this process; likewise the following, as they are now.
+        data_size: `dp_size` at the save. Ranks that shared their data saved it alike.
+        rank: The rank of this process, in the run that loads; likewise the following.
         world_size: The number of processes.
         dp_rank: Which share of the data this process reads.
         dp_size: The number of shares.
@@ -125,8 +125,8 @@ class RankStates:
             return self.states[self.rank : self.rank + 1]
         if self.data_size != self.dp_size:
             return self.states
-        each = len(self.states) // self.data_size
-        return self.states[self.dp_rank * each : (self.dp_rank + 1) * each]
+        ranks = len(self.states) // self.data_size  # of each share
+        return self.states[self.dp_rank * ranks : (self.dp_rank + 1) * ranks]
 
 
 def collect(parts: Parts) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def restore(
     trees = saved.states if isinstance(saved, RankStates) else [saved]
     for key, part in parts.items():
         keys = (key,) if isinstance(key, str) else key
-        there = any(each in tree for tree in trees for each in keys)
+        there = any(name in tree for tree in trees for name in keys)
         if part is None or (not there and (key in optional or not keys)):
             continue
         try:

@@ -38,7 +38,9 @@ class TorchContextParallelConfig:
 
     _env_prefix = "PARALLELISM_CONFIG_"
 
-    cp_comm_strategy: str | None = setting("text", "and sent: allgather", "allgather")
+    cp_comm_strategy: str | None = setting(
+        "text", "how keys and values are exchanged: allgather", "allgather"
+    )
 
     def __post_init__(self) -> None:
         """Fill in the strategy and check it."""

@@ -295,7 +295,7 @@ def save_run(
     state = PartialState()
     extra, edited = _state_from_hooks(run, trainer, callbacks, target, weights_only)
     shared: list[StatePart] = []
-    own: list[Encoded] = []
+    of_this_rank: list[Encoded] = []
     is_writer = is_writer_rank(state, on_each_node)
     mesh = run.engine.parallel.mesh
     shards = None if mesh is None else Shards(run.rank, mesh)
@@ -306,9 +306,9 @@ def save_run(
         gathered = run.engine.full_state_dict(run.module)
 
     def capture() -> Encoded | None:
-        others, trained = edited or _weights_of(run, trainer, callbacks, gathered)
+        exported, trained = edited or _weights_of(run, trainer, callbacks, gathered)
         if is_writer or shards is not None:
-            weights, trees = {WEIGHTS_NAME: others}, {TRAINER: {"extra": extra}} if extra else {}
+            weights, trees = {WEIGHTS_NAME: exported}, {TRAINER: {"extra": extra}} if extra else {}
             if not weights_only:
                 weights |= {} if trained is None else {TRAINED_NAME: trained}
                 trees = shared_trees(run, callbacks, optimizers, extra)
@@ -316,15 +316,16 @@ def save_run(
             shared.extend(parts if is_writer else ())
         if weights_only:
             return None
-        own.append(encode_tree(collect(parts_of_rank(run)), rank_stem(run.rank)))
-        return own[0] if on_each_node else None
+        encoded = encode_tree(collect(parts_of_rank(run)), rank_stem(run.rank))
+        of_this_rank.append(encoded)
+        return encoded if on_each_node else None
 
     of_all = run_on_all_ranks(f"Saving {target}", capture, state, run.saving.writer.group)
     if on_each_node:
-        ranks = [(rank, each) for rank, each in enumerate(of_all) if each is not None and is_writer]
+        ranks = [(rank, tree) for rank, tree in enumerate(of_all) if tree is not None and is_writer]
     else:
-        ranks = [(run.rank, each) for each in own]
-    of_ranks = [encoded_part(*each, rank_stem(rank)) for rank, each in ranks]
+        ranks = [(run.rank, tree) for tree in of_this_rank]
+    of_ranks = [encoded_part(*tree, rank_stem(rank)) for rank, tree in ranks]
     if shards is not None:
         of_ranks.append(shards_part(shards))
     parts = [*shared, *of_ranks]
@@ -548,12 +549,15 @@ def _weights_of(
             f"{' and '.join(key for key, _ in given)} both return weights_to_save; a checkpoint "
             "can hold those of only one. Leave out the others."
         )
-    own = run.module.state_dict() if gathered is None else gathered
-    others, trained = given[0][1] if given else (own, None)
+    current = run.module.state_dict() if gathered is None else gathered
+    exported, trained = given[0][1] if given else (current, None)
     if not given and (free := schedule_free(run.optim.optimizers)):
         with evaluation_weights(free):
-            others, trained = {name: _copied(value) for name, value in own.items()}, dict(own)
-    bare = dict(bare_names(run.module, others.items()))
+            exported, trained = (
+                {name: _copied(value) for name, value in current.items()},
+                dict(current),
+            )
+    bare = dict(bare_names(run.module, exported.items()))
     return bare, None if trained is None else dict(bare_names(run.module, trained.items()))
 
 

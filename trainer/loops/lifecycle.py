@@ -37,20 +37,12 @@ from trainer.state import PartialState
 
 logger = module_logger(__name__)
 
-# Hooks of the module, the datamodule and the callbacks that are called about once per run.
-_RARELY_CALLED = (
-    "prepare_data",
-    "setup",
-    "teardown",
-    "configure_model",
-    "configure_optimizers",
-    "on_save_checkpoint",
-    "on_load_checkpoint",
+# Hooks whose signatures are checked, where a module, a datamodule or a callback overrides them.
+_HOOKS = (
+    *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers"),
+    *(name for name in vars(Callback) if name.startswith("on_")),
+    *PARTS_OF_UPDATE,
 )
-
-_OFTEN_CALLED = [
-    name for name in vars(Callback) if name.startswith("on_") and name not in _RARELY_CALLED
-]
 
 _threads: list[threading.Thread] = []  # the threads that run a Trainer at present
 
@@ -158,7 +150,11 @@ def check_module(module: Any, stage: str) -> None:
 
 
 def check_is_module(module: Any, stage: str) -> None:
-    """Check the type of a module; see `check_module`, also for the arguments.
+    """Check the type of a module.
+
+    Args:
+        module: What the user passed as the module.
+        stage: fit, validate, test or predict.
 
     Raises:
         TypeError: It is not a `TrainModule`.
@@ -232,7 +228,7 @@ def check_hooks(
         if owner is None:
             continue
         findings += context.uncalled(owner, kind)
-        for name in (*_RARELY_CALLED, *_OFTEN_CALLED, *PARTS_OF_UPDATE):
+        for name in _HOOKS:
             if hasattr(base, name) and is_overridden(owner, name, base):
                 hook = with_loader_number(getattr(owner, name))
                 find(check_signature, hook, name, getattr(base, name))

@@ -67,50 +67,44 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         batch, items = items_of(micro_batch)
         weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.global_batches
-        outputs: Any = None
-        loss: Tensor | None = None
-        skips = False
         batch_hooks, backward_hooks, ends_epoch = begin_batch(
             run, micro_batch, batch, items, ends_epoch
         )
-        if micro_batch.present and items:
+        trains = micro_batch.present and items > 0
+        outputs: Any = None
+        if trains:
             with run.precision.autocast():
                 outputs = engine.forward("training_step", batch, batch_idx)
-            if outputs is None:
-                check_may_skip(run)
-                skips, items, global_items = True, 0.0, None
-        elif micro_batch.present and run.dp_size == 1:
-            outputs = step_without_gradient(run, batch, batch_idx)
-        elif ends_epoch:
-            items, global_items = 0.0, None
+        loss = None if outputs is None else loss_of(outputs)
         drop_leftover_gradients(run, number)
-        if items:
-            loss = loss_of(outputs)
+        if loss is not None:
             last_loss = loss.detach()
             finite_probe = last_loss if size == 1 else finite_probe_of(run, finite_probe, last_loss)
+            items_here += items
             backward_hooks.on_before_backward(loss)
-        items_here += items
+        elif trains:
+            check_may_skip(run)
+        if loss is None and (trains or ends_epoch):
+            global_items = None  # other ranks do not know that the batch does not count
         global_items = count_global_batch(run, micro_batch, global_items)
-        stats = (
-            run.own_stats(micro_batch, items_here, finite_probe, ends_epoch=ends_epoch)
-            if sync
-            else None
-        )
-        if loss is None and run.dp_size > 1 and not skips:
-            outputs, window_items = dummy_step(
-                run, micro_batch, batch, number, stats, left_out=ends_epoch
-            )
-        elif loss is None:
-            window_items = contribute_nothing(run, stats, skips=skips or not micro_batch.present)
-        else:
+        stats = None
+        if sync:
+            stats = run.own_stats(micro_batch, items_here, finite_probe, ends_epoch=ends_epoch)
+        if loss is not None:
             window_items = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
             backward_hooks.on_after_backward()
+        elif trains:
+            window_items = skip_backward(run, stats)
+        else:
+            outputs, window_items = run_untrained(
+                run, micro_batch, batch, number, stats, left_out=ends_epoch
+            )
         if sync:
             metrics.items = items_here  # the weight of what is logged about the update
             window_items = window_items if global_items is None else global_items
             run.timing.call(OPTIMIZER, update, run, window_items, items_here, last_loss)
         if micro_batch.present:
-            metrics.items = items
+            metrics.items = 0.0 if loss is None else items
             hook_outputs = run.module._outputs_of_step(outputs, size)
             batch_hooks.on_train_batch_end(hook_outputs, batch, batch_idx)
     metrics.items = items_here
@@ -119,7 +113,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     return True
 
 
-def dummy_step(
+def run_untrained(
     run: FitRun,
     micro_batch: GlobalBatch,
     batch: Any,
@@ -128,15 +122,16 @@ def dummy_step(
     *,
     left_out: bool,
 ) -> tuple[Any, float | Tensor]:
-    """Run forward and backward of a batch that must not train; see `trainer.engines.lockstep`.
+    """Take part in a micro-batch from which this rank learns nothing.
 
-    It is the dummy batch of a rank without a batch, the batch that ``on_train_batch_start`` has
-    left out, or one without items. The last may log values, which have weight 0.
+    It has no batch, or ``on_train_batch_start`` has left it out: other ranks may need the passes of
+    a dummy batch, see `trainer.engines.lockstep`. Or its batch has no items (`count_items` is 0):
+    the step may still log values, which have weight 0, but its loss is a mean over nothing.
 
     Args:
         run: The fit.
         micro_batch: The global batch.
-        batch: The batch; None if the data ended here before the first one.
+        batch: The batch, or the dummy batch; None if the data ended here before the first one.
         number: The micro-batch's number in its window, from 1.
         stats: See `Engine.backward`.
         left_out: Whether the batch was left out: it may not be fit to run, unlike an earlier one.
@@ -144,14 +139,20 @@ def dummy_step(
     Returns:
         What `training_step` returned, None if it did not run; and the result of `Engine.backward`.
     """
+    if run.dp_size == 1 and not micro_batch.present:
+        return None, skip_backward(run, stats)
     if left_out and run.data.epoch_iterator.dummy_batch is not None:
         batch = run.data.epoch_iterator.dummy_batch
     if batch is None:
         check_needs_no_dummy(run)
-        return None, contribute_nothing(run, stats, skips=False)
+        return None, skip_backward(run, stats)
     if stats is not None:
         run.precision.scale_nothing(run.device)
-    if micro_batch.present:  # only without items
+    if run.dp_size == 1:
+        with torch.no_grad(), run.precision.autocast():
+            outputs = run.bare_step("training_step")(batch, run.batch_idx)
+        return outputs, run.engine.backward(None, stats)
+    if micro_batch.present:
         with run.precision.autocast(), isolated_batch_norm(run.module, counts=True):
             return run_dummy(run, batch, number, stats)
     with isolated_dummy(run):
@@ -161,7 +162,7 @@ def dummy_step(
 def run_dummy(
     run: FitRun, batch: Any, number: int, stats: StepStats | None
 ) -> tuple[Any, float | Tensor]:
-    """Run forward and backward of a dummy batch with a loss of 0; see `dummy_step`."""
+    """Run forward and backward of a batch with a loss of 0; see `run_untrained`."""
     with run.engine.dummy():
         outputs = run.engine.forward("training_step", batch, run.batch_idx)
         drop_leftover_gradients(run, number)
@@ -171,18 +172,18 @@ def run_dummy(
         return outputs, run.engine.backward(None, stats)
 
 
-def contribute_nothing(run: FitRun, stats: StepStats | None, *, skips: bool) -> float | Tensor:
-    """Take part in the reduction of a window without a loss; returns as `Engine.backward`.
+def skip_backward(run: FitRun, stats: StepStats | None) -> float | Tensor:
+    """End a micro-batch without a backward pass; returns as `Engine.backward`.
+
+    With one process gradients stay as they are: optimizers leave parameters without one alone.
 
     Args:
         run: The fit.
         stats: See `Engine.backward`.
-        skips: Whether the batch is skipped: with one process it then leaves gradients as they are;
-            optimizers leave parameters without one as they are. One without items gives zeros.
     """
     if stats is not None:
         run.precision.scale_nothing(run.device)
-    if skips and run.dp_size == 1:
+    if run.dp_size == 1:
         return 0.0 if stats is None else run.engine.sync_stats(stats)
     return run.engine.backward(None, stats)
 
@@ -224,21 +225,6 @@ def finite_probe_of(run: FitRun, finite_probe: Tensor | None, loss: Tensor) -> T
     if run.optim.guard is None:
         return None
     return loss.abs() if finite_probe is None else torch.maximum(finite_probe, loss.abs())
-
-
-def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
-    """Run `training_step` without gradients on a batch that has no items (`count_items` is 0).
-
-    Its loss is a mean over nothing, so its backward pass would produce NaN. The step may still log;
-    its values have weight 0.
-
-    Args:
-        run: The fit, on one process.
-        batch: The batch.
-        batch_idx: The index of the batch.
-    """
-    with torch.no_grad(), run.precision.autocast():
-        return run.bare_step("training_step")(batch, batch_idx)
 
 
 def begin_batch(

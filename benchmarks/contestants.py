@@ -98,6 +98,13 @@ def barebones(task: Any, **settings: Any) -> None:
     _fit(task, logs=False, barebones=True, **settings)
 
 
+def quiet(task: Any, **settings: Any) -> None:
+    """Train with a `Trainer` without bar and checkpoints, which still checks its gradients."""
+    with tempfile.TemporaryDirectory() as folder:
+        off = {"progress_bar": False, "checkpointing": False, "project_dir": f"{folder}/run"}
+        _fit(task, logs=False, **off | settings)
+
+
 def defaults(task: Any, *, metrics: int = 0, **settings: Any) -> None:
     """Train with a default `Trainer`: progress bar, checkpoints and ``metrics.jsonl``; TensorBoard.
 

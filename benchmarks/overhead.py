@@ -28,6 +28,7 @@ COMPILED = "compiled"
 OURS: dict[str, Callable[[Any], None]] = {
     "PyTorch loop by hand": contestants.by_hand,
     "Cadence Trainer, everything off": contestants.barebones,
+    "Cadence Trainer, no bar, no checkpoints": contestants.quiet,
     "Cadence Trainer, defaults": contestants.defaults,
     "Cadence Trainer, every step written": partial(contestants.defaults, log_every=1),
     "Cadence Accelerator": contestants.own_loop,

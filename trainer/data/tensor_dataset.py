@@ -36,6 +36,8 @@ class TensorRows(SeededDataset):
     kinds are read sample by sample, as torch does.
     """
 
+    _checked: tuple[Tensor, ...] | None = None  # the tensors that `_is_rows` has taken
+
     def __getitems__(self, indices: BatchIndices) -> Any:
         data: Any = self.dataset
         rows: list[int] = indices
@@ -43,12 +45,13 @@ class TensorRows(SeededDataset):
             subset_indices = data.indices
             rows, data = [subset_indices[row] for row in rows], data.dataset
         try:
-            taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
-            batch = [tensor.index_select(0, taken) for tensor in data.tensors if _is_rows(tensor)]
+            if data.tensors is not self._checked:
+                self._checked = data.tensors if all(map(_is_rows, data.tensors)) else None
+            if self._checked:
+                taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
+                return sent([tensor.index_select(0, taken) for tensor in self._checked])
         except (IndexError, OverflowError, RuntimeError, TypeError):
-            batch = []  # torch's own error names the index; some dtypes have no index_select
-        if batch and len(batch) == len(data.tensors):
-            return sent(batch)
+            pass  # torch's own error names the index; some dtypes have no index_select
         return sent(default_collate(self._fetch(list(indices))))
 
 

@@ -65,12 +65,12 @@ class Length:
         """Whether the run has no maximum."""
         return self.max_epochs is None and self.max_steps is None and self.max_seconds is None
 
-    def reached(self, progress: Progress) -> bool:
-        """Return whether a maximum is reached."""
+    def reached(self, *, epochs: int, steps: int, seconds: float) -> bool:
+        """Return whether a maximum is reached, after so many complete epochs."""
         return (
-            (self.max_epochs is not None and progress.epochs >= self.max_epochs)
-            or (self.max_steps is not None and progress.steps >= self.max_steps)
-            or (self.max_seconds is not None and progress.seconds >= self.max_seconds)
+            (self.max_epochs is not None and epochs >= self.max_epochs)
+            or (self.max_steps is not None and steps >= self.max_steps)
+            or (self.max_seconds is not None and seconds >= self.max_seconds)
         )
 
     def may_stop_early(self, progress: Progress) -> bool:

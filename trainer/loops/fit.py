@@ -107,12 +107,11 @@ def check_same_hook(run: FitRun, hook: str) -> None:
 
 def should_end(run: FitRun) -> bool:
     """Return whether the run is over; the same result on all ranks."""
-    progress = run.progress
-    if run.intervals.length.reached(progress):
+    if run.reached_length:
         return True
     if run.step_sync.latest.stop_votes > 0:
         run.stopping.now = True
-    return run.stopping.now and run.intervals.length.may_stop_early(progress)
+    return run.stopping.now and run.intervals.length.may_stop_early(run.progress)
 
 
 def train_epoch(run: FitRun) -> None:
@@ -212,7 +211,8 @@ def finish_update(run: FitRun) -> None:
         counters.epoch_complete = True
         run.data.epoch_iterator.leave()
         forget_epoch_votes(run)
-    check_data_ends_together(run)
+    if run.world_size > 1:
+        check_data_ends_together(run)
     run.recorder.flush(arrived=counters.global_step)
     if run.step_sync.latest.failed_saves:
         run.saving.writer.wait()  # raises the error of the background save, on all ranks alike
@@ -251,8 +251,13 @@ def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
     if run.hooks.monitors_due and any(due() for due in run.hooks.monitors_due):
         reduce_step_metrics(run)
     run.hooks.on_boundary()
-    if on_all_ranks or run.world_size == 1 or run.step_sync.latest.requested_saves:
-        run.saving.pending_saves.make(run.world_size)
+    pending_saves = run.saving.pending_saves
+    if run.world_size == 1:
+        due = bool(pending_saves)
+    else:
+        due = on_all_ranks or run.step_sync.latest.requested_saves > 0
+    if due:
+        pending_saves.make(run.world_size)
     run.in_boundary = False
 
 
@@ -301,8 +306,6 @@ def check_data_ends_together(run: FitRun) -> None:
             raised one update later, when the step sync has reached the host. Until then the ranks
             without data take part with dummy batches.
     """
-    if run.world_size == 1:
-        return
     stream = run.data.epoch_iterator.sampler is None
     together = (0, run.dp_size) if stream else (0,)
     if run.counters.epoch_complete and run.step_sync.latest.ended in together:

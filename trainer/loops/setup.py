@@ -312,7 +312,7 @@ def start_fit(
     Raises:
         CheckpointError: The checkpoint is damaged or does not match the run.
     """
-    lasts = not run.intervals.length.reached(run.progress)
+    lasts = not run.reached_length
     if run.warns and lasts:
         warn_of_no_validation(run)
     offset = None
@@ -406,7 +406,7 @@ def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> in
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
     epoch, step = run.counters.epoch + 1, run.counters.global_step
     why = ""
-    if run.intervals.length.reached(run.progress):
+    if run.reached_length:
         why = " Nothing is left to do: the length that the Trainer was given is reached."
     elif run.stopping.now:
         why = (

@@ -403,6 +403,21 @@ class FitRun(Run):
         """Training time of the whole run in seconds, by this process's clock."""
         return self.counters.seconds + time.monotonic() - self.started
 
+    @property
+    def seconds(self) -> float:
+        """Training time of the whole run in seconds, the same on all ranks."""
+        return self.clock if self.world_size == 1 else self.step_sync.latest.seconds
+
+    @property
+    def reached_length(self) -> bool:
+        """Whether the run has its maximum length; the same on all ranks."""
+        counters, length = self.counters, self.intervals.length
+        return length.reached(
+            epochs=counters.epoch + counters.epoch_complete,
+            steps=counters.global_step,
+            seconds=0.0 if length.max_seconds is None else self.seconds,
+        )
+
     def place(self, stage: str) -> str:
         """See `Run.place`."""
         scope, counters = self.metrics.scope, self.counters
@@ -432,19 +447,24 @@ class FitRun(Run):
         # Only this rank can know it: a stream is exhausted, or a dataset has ended early.
         is_stream = self.data.epoch_iterator.sampler is None
         ended = counts and (micro_batch.ended or (micro_batch.last and is_stream))
-        if self.optim.guard is not None:
-            self.optim.guard.window_loss = loss
+        guard, saving, stopping = self.optim.guard, self.saving, self.stopping
+        bad_losses: float | Tensor = 0.0
+        if guard is not None:
+            guard.window_loss = loss
+            if loss is not None:
+                bad_losses = is_non_finite(loss)
         return StepStats(
             items if counts else 0.0,
-            stop_votes=1.0 if self.stopping.requested() else 0.0,
-            signals=0.0 if self.stopping.signalled() is None else 1.0,
-            seconds=self.clock if self.rank == 0 else 0.0,
+            stop_votes=1.0 if stopping.requested() else 0.0,
+            signals=0.0 if stopping.signalled() is None else 1.0,
+            # Alone, a process reads its own clock when it needs the time.
+            seconds=self.clock if self.rank == 0 and self.world_size > 1 else 0.0,
             ended=1.0 if ended else 0.0,
-            failed_saves=1.0 if self.saving.writer.failed else 0.0,
-            requested_saves=float(len(self.saving.pending_saves)),
+            failed_saves=1.0 if saving.writer.failed else 0.0,
+            requested_saves=float(len(saving.pending_saves)),
             ended_ranks=float(self.rank) if ended else 0.0,
             epoch_votes=1.0 if ends_epoch else 0.0,
-            bad_losses=0.0 if loss is None or self.optim.guard is None else is_non_finite(loss),
+            bad_losses=bad_losses,
         )
 
     def should_end(self, batch_idx: int, *, aligned: bool) -> bool:
@@ -471,14 +491,12 @@ class FitRun(Run):
             epochs += 1.0
         elif batches:  # counted over all ranks: the same fraction for any number of ranks
             epochs += min(counters.epoch_batches / batches, 0.999_999)  # 1.0 only when it is over
-        step_sync = self.step_sync
-        seconds = self.clock if self.world_size == 1 else step_sync.latest.seconds
         here = -(-(batches or 0) // self.dp_size)
         return Progress(
             step,
             epochs,
-            step_sync.items_seen,
-            seconds,
+            self.step_sync.items_seen,
+            self.seconds,
             counters.epoch,
             counters.global_batches,
             here,

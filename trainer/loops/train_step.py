@@ -65,7 +65,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             sync=sync, complete=micro_batch.batches == run.dp_size, source=micro_batch.first
         )
         batch, items = items_of(micro_batch)
-        weighting.refer_to(items)
+        if weighting.reference is None:
+            weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.global_batches
         batch_hooks, backward_hooks, ends_epoch = begin_batch(
             run, micro_batch, batch, items, ends_epoch

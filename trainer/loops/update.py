@@ -59,7 +59,8 @@ def update(
             skipped = [optimizer.skipped for optimizer in stepped]
             optim.guard.count_scaled(skipped, run.counters.global_step + 1)
     run.counters.global_step += 1  # first: an overridden lr_scheduler_step may read it
-    step_schedulers(run, "step", run.counters.global_step, by_metric=False)
+    if optim.schedulers:
+        step_schedulers(run, "step", run.counters.global_step, by_metric=False)
 
 
 def should_step(run: FitRun, last_loss: Tensor | None) -> bool:
@@ -77,8 +78,9 @@ def should_step(run: FitRun, last_loss: Tensor | None) -> bool:
     if run.optim.guard is None or run.precision.scales:
         return True
     non_finite = run.engine.found_non_finite(run.optim.parameters.all)
-    if non_finite is not None:
-        non_finite = joined(non_finite, run.step_sync.bad_losses)
+    bad_losses = run.step_sync.bad_losses
+    if non_finite is not None and (isinstance(bad_losses, Tensor) or bad_losses):
+        non_finite = joined(non_finite, bad_losses)
     if run.optim.guard.should_step(non_finite, run.counters.global_step + 1, last_loss):
         return True
     for optimizer in run.optim.optimizers:
@@ -101,7 +103,7 @@ def joined(non_finite: bool | Tensor, bad_losses: float | Tensor) -> bool | Tens
     if isinstance(bad_losses, Tensor):
         bad = bad_losses.to(non_finite, non_blocking=True).clamp(max=1.0)
         return torch.maximum(non_finite, bad)
-    return torch.ones_like(non_finite) if bad_losses else non_finite
+    return torch.ones_like(non_finite)
 
 
 def clip(run: FitRun) -> None:

@@ -263,7 +263,10 @@ class AcceleratedOptimizer(Optimizer):
             returned, closure = closure(), None
         if self._driver is not None:
             self._drive(self._driver, closure)
-        elif not self._updates_in_backward:
+            self._note_call()
+        elif self._updates_in_backward:
+            self._note_call()
+        else:
             if self._reduce is not None and closure is not None:
                 closure = partial(self._call_together, closure)
             elif self._reduce is not None:
@@ -276,12 +279,12 @@ class AcceleratedOptimizer(Optimizer):
             if self._precision.scales:
                 made = self._precision.step(self.optimizer, closure)
                 self._skipped = ~made if isinstance(made, Tensor) else not made
+                self._note_call()
             else:
                 step = self.optimizer.step  # which need not take a closure
                 result = step() if closure is None else step(closure)
                 returned = result if returned is None else returned
                 self._skipped = False
-        self._note_call()
         self._reduced = False
         self.steps += 1
         return returned
@@ -405,16 +408,13 @@ class ParameterLists:
         """Refresh the lists if they may have changed; return whether parameters must be checked.
 
         That is: at the first update of each epoch, and whenever a parameter group is another list
-        or has another length, first or last parameter. Comparing all parameters at every update
-        would be slow. Unregistered parameters are checked until a warning was logged.
+        or has another length. Comparing all parameters at every update would be slow. Unregistered
+        parameters are checked until a warning was logged.
         """
         now, self.first = [epoch], not self._signature
         for optimizer in self._optimizers:
             for group in optimizer.optimizer.param_groups:
-                parameters = group["params"]
-                now += id(parameters), len(parameters)
-                if parameters:
-                    now += id(parameters[0]), id(parameters[-1])
+                now += id(group["params"]), len(group["params"])
         self.changed = now != self._signature
         if not self.changed:
             return bool(self.unregistered) and not self.warned

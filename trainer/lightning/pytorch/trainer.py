@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import callbacks as ours
-from callbacks import Callback, GradientAccumulationScheduler, ModelSummary, Progress
+from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from trackers.base import GeneralTracker, is_installed
 from trainer import environment
 from trainer.checkpoint.resolve import WORDS, holds_weights_only
@@ -511,7 +511,7 @@ class Trainer(NativeTrainer):
         epochs = counters.epoch + counters.epoch_complete
         by_steps = replace(length, max_epochs=None, max_seconds=None)
         for limit in (by_steps, replace(length, max_steps=None, max_seconds=None)):
-            if limit.reached(Progress(counters.global_step, epochs)):
+            if limit.reached(epochs=epochs, steps=counters.global_step, seconds=0.0):
                 name = "epoch_loop.max_steps" if limit is by_steps else "max_epochs"
                 if self.is_global_zero:
                     _logger.warning(

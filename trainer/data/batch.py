@@ -6,7 +6,7 @@ column, with one entry per sample. Any other value (a number, a string, a 0-d te
 whole batch.
 
 After concatenation, a list could have as many entries as the joined batch has samples by chance. So
-`marked` records which lists are columns before batches are concatenated.
+`wrap_columns` records which lists are columns before batches are concatenated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Column:
         self.values, self.counts = values, counts
 
 
-def marked(batch: Any) -> Any:
+def wrap_columns(batch: Any) -> Any:
     """Return a batch with its lists wrapped in `Column`, for the functions below."""
     samples = samples_in(batch)
 
@@ -44,8 +44,8 @@ def marked(batch: Any) -> Any:
     return _map(mark, batch)
 
 
-def unmarked(batch: Any) -> Any:
-    """Undo `marked`: return the batch with plain lists in place of each `Column`."""
+def unwrap_columns(batch: Any) -> Any:
+    """Undo `wrap_columns`: return the batch with plain lists in place of each `Column`."""
     return _map(lambda value: value.values if isinstance(value, Column) else value, batch)
 
 
@@ -102,7 +102,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
     sizes = [length(batch) for batch in batches]
     parts = [_parts(batch) for batch in batches]
     if len({tuple(path for path, _ in batch_parts) for batch_parts in parts}) > 1:
-        raise ValueError(_unlike("they do not hold the same keys or the same number of tensors"))
+        raise ValueError(_mismatch("they do not hold the same keys or the same number of tensors"))
     joined = iter([_join(values, sizes) for values in zip(*parts, strict=True)])
     return _map(lambda _: next(joined), batches[0])
 
@@ -118,16 +118,16 @@ def _join(entries: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
             return type(values[0])(chain.from_iterable(values))
         shapes = sorted({tuple(value.shape[1:]) for value in values})
         if len(shapes) > 1:
-            raise ValueError(_unlike(f"samples have the shapes {shapes} in {path}"))
+            raise ValueError(_mismatch(f"samples have the shapes {shapes} in {path}"))
         return torch.cat(values)
-    first, *others = map(unmarked, values)
+    first, *others = map(unwrap_columns, values)
     for other in others:
         if not _equal(first, other):
-            raise ValueError(_unlike(f"{path} is {first!r} in one and {other!r} in another"))
+            raise ValueError(_mismatch(f"{path} is {first!r} in one and {other!r} in another"))
     return Column(first, counts=False) if isinstance(values[0], Column) else first
 
 
-def _unlike(what: str) -> str:
+def _mismatch(what: str) -> str:
     return (
         f"The batches of the processes cannot be joined to be split again: {what}. Pass "
         "split_batches=True to split one batch at a time, dispatch_batches=False to let every "
@@ -135,7 +135,7 @@ def _unlike(what: str) -> str:
     )
 
 
-def completed(batch: Any, beginning: Any, samples: int) -> Any:
+def pad_batch(batch: Any, beginning: Any, samples: int) -> Any:
     """Pad a batch to `samples` samples by repeating the samples of the batch `beginning`."""
     missing = samples - length(batch)
     repeats, rest = divmod(max(missing, 0), length(beginning))
@@ -191,27 +191,27 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-class Hole:
-    """Placeholder for a tensor in a packed batch, with its shape and dtype."""
+class TensorSlot:
+    """Stands for a tensor that is sent separately; has its shape and dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
-def packed(batch: Any) -> tuple[Any, list[Tensor]]:
-    """Split a batch into a picklable skeleton, with a `Hole` for each tensor, and its tensors."""
+def split_off_tensors(batch: Any) -> tuple[Any, list[Tensor]]:
+    """Return a batch's picklable skeleton, with a `TensorSlot` for each tensor; and the tensors."""
     tensors: list[Tensor] = []
 
     def take_out(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         tensors.append(leaf)
-        return Hole(leaf)
+        return TensorSlot(leaf)
 
     return map_tree(take_out, batch), tensors
 
 
-def unpacked(skeleton: Any, device: torch.device | None) -> tuple[Any, list[Tensor]]:
+def insert_tensors(skeleton: Any, device: torch.device | None) -> tuple[Any, list[Tensor]]:
     """Rebuild a batch from its skeleton, with empty tensors on `device`.
 
     Returns:
@@ -220,7 +220,7 @@ def unpacked(skeleton: Any, device: torch.device | None) -> tuple[Any, list[Tens
     tensors: list[Tensor] = []
 
     def put_in(leaf: Any) -> Any:
-        if not isinstance(leaf, Hole):
+        if not isinstance(leaf, TensorSlot):
             return leaf
         tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
         return tensors[-1]

@@ -16,11 +16,11 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainer.checks import check_choice
-from trainer.data.iterable import initial_state, part_of, stateful_source
+from trainer.data.iterable import initial_state, stateful_source, user_shard
 from trainer.data.sampler import MODES, JointBatches, joint_length, joint_rounds, length_of
-from trainer.data.seeding import as_fetched
+from trainer.data.seeding import identity_collate
 from trainer.data.tensor_dataset import TensorRows, wrapped
-from trainer.data.workers import reads_as_torchs, signal_safe, users_kwargs
+from trainer.data.workers import has_torch_iteration, reading_kwargs, signal_safe
 from trainer.tree import children, rebuild
 
 
@@ -43,11 +43,11 @@ def _leaves(tree: Any) -> list[Any]:
     return [leaf for _, part in children(tree) or () for leaf in _leaves(part)]
 
 
-def _filled(tree: Any, batches: Iterator[Any]) -> Any:
+def _with_batches(tree: Any, batches: Iterator[Any]) -> Any:
     """Return a container like `tree`, with a batch in place of each loader."""
     if not holds_loaders(tree):
         return next(batches)
-    return rebuild(tree, [_filled(part, batches) for _, part in children(tree) or ()])
+    return rebuild(tree, [_with_batches(part, batches) for _, part in children(tree) or ()])
 
 
 class CombinedLoader:
@@ -96,7 +96,7 @@ class CombinedLoader:
         return length
 
     def _passes(self) -> list[Callable[[int], Iterable[Any]]]:
-        return [partial(_again, loader) for loader in self.flattened]
+        return [partial(_unchanged, loader) for loader in self.flattened]
 
     def joined(self, parts: Sequence[tuple[int, Any]]) -> Any:
         """Return the joint batch of (number of a loader, batch) pairs.
@@ -107,14 +107,14 @@ class CombinedLoader:
         if self.mode == "sequential":
             return parts[0][1]
         batches = dict(parts)
-        return _filled(self.iterables, map(batches.get, range(len(self.flattened))))
+        return _with_batches(self.iterables, map(batches.get, range(len(self.flattened))))
 
-    def as_one(self) -> Any:
+    def as_single_loader(self) -> Any:
         """Return the loader, or iterable of joint batches, that is read in its place."""
         loaders = self.flattened
         if not all(
             isinstance(loader, DataLoader)
-            and reads_as_torchs(type(loader))
+            and has_torch_iteration(type(loader))
             and not isinstance(loader.dataset, IterableDataset)
             for loader in loaders
         ):
@@ -133,7 +133,7 @@ class CombinedLoader:
         return DataLoader(**_kwargs_of(loaders), dataset=data, batch_sampler=batches)
 
 
-def _again(loader: Any, number: int) -> Iterable[Any]:
+def _unchanged(loader: Any, number: int) -> Iterable[Any]:
     """Return a loader to begin a pass; `number` counts the passes of an epoch."""
     del number
     return loader  # type: ignore[no-any-return]  # whatever the user gave
@@ -141,16 +141,16 @@ def _again(loader: Any, number: int) -> Iterable[Any]:
 
 def _kwargs_of(loaders: Sequence[DataLoader[Any]]) -> dict[str, Any]:
     """Return the arguments of a loader with as many workers as these have together."""
-    options = [users_kwargs(loader) for loader in loaders]
+    options = [reading_kwargs(loader) for loader in loaders]
 
     def all_of(name: str) -> list[Any]:
         return [kwargs[name] for kwargs in options if kwargs[name] is not None]
 
     contexts = all_of("multiprocessing_context")
-    init = partial(_init_each, [kwargs["worker_init_fn"] for kwargs in options])
+    init = partial(_init_worker_of_all, [kwargs["worker_init_fn"] for kwargs in options])
     return {
         "num_workers": sum(all_of("num_workers")),
-        "collate_fn": as_fetched,
+        "collate_fn": identity_collate,
         "pin_memory": any(all_of("pin_memory")),
         "timeout": max(all_of("timeout")),
         "worker_init_fn": init if all_of("worker_init_fn") else None,
@@ -160,7 +160,7 @@ def _kwargs_of(loaders: Sequence[DataLoader[Any]]) -> dict[str, Any]:
     }
 
 
-def _init_each(functions: Sequence[Callable[[int], Any] | None], worker: int) -> None:
+def _init_worker_of_all(functions: Sequence[Callable[[int], Any] | None], worker: int) -> None:
     """Call the ``worker_init_fn`` of each loader, with its own dataset in ``get_worker_info``."""
     info: Any = get_worker_info()
     joint = info.dataset
@@ -190,7 +190,7 @@ class JointData(Dataset[Any]):
         self._rows = [loader if isinstance(loader, TensorRows) else None for loader in rows]
         shape = combined.iterables  # without the loaders, which would be sent to workers
         numbers = iter(range(len(loaders)))
-        self._join = partial(_joined, _filled(shape, numbers), combined.mode)
+        self._join = partial(_join_batches, _with_batches(shape, numbers), combined.mode)
 
     def set_epoch(self, epoch: int) -> None:
         """Call the ``set_epoch`` of the datasets that have one."""
@@ -221,22 +221,22 @@ class SizedJointData(JointData):
         return sum(map(len, self.datasets))
 
 
-def _joined(shape: Any, mode: str, batches: Mapping[int, Any]) -> Any:
+def _join_batches(shape: Any, mode: str, batches: Mapping[int, Any]) -> Any:
     """Return a joint batch; `shape` has the numbers of the loaders in their places."""
     if mode == "sequential":
         return next(iter(batches.values()))
     if isinstance(shape, int):
         return batches.get(shape)
-    parts = [_joined(part, mode, batches) for _, part in children(shape) or ()]
+    parts = [_join_batches(part, mode, batches) for _, part in children(shape) or ()]
     return rebuild(shape, parts)
 
 
-def _anew(loader: Any, initial: bytes | None, number: int) -> Iterable[Any]:
-    """Return a loader to begin a pass of a `JointStream`, as `_again` does."""
+def _restarted(loader: Any, initial: bytes | None, number: int) -> Iterable[Any]:
+    """Return a loader to begin a pass of a `JointStream`, as `_unchanged` does."""
     del number
     if initial is not None:
         stateful_source(loader).load_state_dict(pickle.loads(initial))  # noqa: S301 - made here
-    rebuilds = isinstance(loader, DataLoader) and reads_as_torchs(type(loader))
+    rebuilds = isinstance(loader, DataLoader) and has_torch_iteration(type(loader))
     return signal_safe(loader) if rebuilds else loader
 
 
@@ -251,7 +251,7 @@ class JointStream:
     """
 
     def __init__(self, combined: CombinedLoader) -> None:
-        if len({part_of(loader) is None for loader in combined.flattened}) > 1:
+        if len({user_shard(loader) is None for loader in combined.flattened}) > 1:
             raise ValueError(
                 "Some loaders of the CombinedLoader read streams that were split by process; of "
                 "the others each process would read everything. Split all of them or none."
@@ -263,7 +263,7 @@ class JointStream:
         loaders = self._combined.flattened
         if self._initial is None:
             self._initial = [initial_state(stateful_source(loader)) for loader in loaders]
-        passes = [partial(_anew, *pair) for pair in zip(loaders, self._initial, strict=True)]
+        passes = [partial(_restarted, *pair) for pair in zip(loaders, self._initial, strict=True)]
         for parts in joint_rounds(passes, self._combined.mode):
             yield self._combined.joined(parts)
 

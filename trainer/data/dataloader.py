@@ -18,7 +18,7 @@ from trainer.data.prefetch import Streams, send, streams_for
 from trainer.data.sampler import DataShard, EpochLength
 from trainer.data.seeding import order_generator
 from trainer.data.shards import BatchSamplerShard, IterableDatasetShard
-from trainer.data.workers import users_kwargs, what_kwargs
+from trainer.data.workers import batching_kwargs, reading_kwargs
 from trainer.distributed.objects import broadcast_object
 from trainer.enums import RNGType
 from trainer.rng import as_types, next_seed, synchronize_rng_states
@@ -129,7 +129,7 @@ class PreparedLoader(DataLoader[Any]):
         self._rest_of: PreparedLoader | None = None  # the loader whose pass this one continues
         self._take(source)
         DataLoader.__init__(
-            self, **users_kwargs(source), **what_kwargs(source, self.epoch_iterator.sampler)
+            self, **reading_kwargs(source), **batching_kwargs(source, self.epoch_iterator.sampler)
         )
 
     def _take(self, source: DataLoader[Any]) -> None:
@@ -377,8 +377,8 @@ class PreparedLoader(DataLoader[Any]):
                 )
             batches = copy.copy(batches)
             batches.sampler = sampler
-        what = what_kwargs(self.source, sampler if batches is None else batches)
-        self._take(DataLoader(**users_kwargs(self.source), **what))
+        what = batching_kwargs(self.source, sampler if batches is None else batches)
+        self._take(DataLoader(**reading_kwargs(self.source), **what))
         self.epoch_iterator.set_epoch(self.iteration)
         # A DataLoader refuses to set this attribute again. The value is for inspection only: the
         # epoch iterator does the reading.

@@ -10,14 +10,14 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from trainer.data.batch import (
-    completed,
     concatenate,
+    insert_tensors,
     length,
-    marked,
-    packed,
+    pad_batch,
+    split_off_tensors,
     take,
-    unmarked,
-    unpacked,
+    unwrap_columns,
+    wrap_columns,
 )
 from trainer.data.dataloader import Given, LoaderSettings, PreparedLoader, Slice, seed_of_order
 from trainer.data.epoch_iterator import EpochIterator, lookahead
@@ -32,13 +32,14 @@ from trainer.tree import find_batch_size, to_device
 
 
 @dataclass(frozen=True)
-class Plan:
+class DispatchPlan:
     """A global batch, and how rank 0 splits it over the processes.
 
     Attributes:
-        batch: All samples of the global batch, padding included; `marked` if there are several
-            processes. It is on the host, or an asynchronous copy to the device. When rank 0 sends
-            the plan, it is the batch without its tensors; see `trainer.data.batch.packed`.
+        batch: All samples of the global batch, padding included; with several processes its lists
+            are wrapped, see `wrap_columns`. It is on the host, or an asynchronous copy to the
+            device. When rank 0 sends the plan, it is the batch without its tensors; see
+            `split_off_tensors`.
         size: Samples per process; the highest ranks may get fewer.
         real: Samples without the padding; None if unknown.
         present: The number of processes that get any samples: ranks 0 to ``present - 1``.
@@ -139,29 +140,30 @@ class DataLoaderDispatcher(PreparedLoader):
         return EpochIterator(source, seed=self.settings.seed, remember=True, rereads=True)
 
     def _batches(self) -> Iterator[Given]:
-        plans = lookahead(self._sent()) if self.rank == 0 else iter(())
+        plans = lookahead(self._transferred_plans()) if self.rank == 0 else iter(())
         following = self.world_size
         while following:
             plan = self._exchange(plans)
             following = plan.following
             if self.rank < plan.present:
                 last = self.rank >= following
-                yield self._own(plan.batch, plan.size), last, not following, plan.real, None
+                batch = self._rank_slice(plan.batch, plan.size)
+                yield batch, last, not following, plan.real, None
 
-    def _own(self, batch: Any, size: int) -> Any:
+    def _rank_slice(self, batch: Any, size: int) -> Any:
         start, stop = self.rank * size, (self.rank + 1) * size
         if self.slice_fn is not None:
             return self.slice_fn(
-                unmarked(batch),
+                unwrap_columns(batch),
                 slice(start, stop),
                 process_index=self.rank,
                 num_processes=self.world_size,
             )
-        return batch if self.world_size == 1 else unmarked(take(batch, start, stop))
+        return batch if self.world_size == 1 else unwrap_columns(take(batch, start, stop))
 
     # -- sending from rank 0 to the others -----------------------------------------------------
 
-    def _exchange(self, plans: Iterator[tuple[Plan, Plan | None]]) -> Plan:
+    def _exchange(self, plans: Iterator[tuple[DispatchPlan, DispatchPlan | None]]) -> DispatchPlan:
         """Broadcast the next global batch from rank 0; a collective call.
 
         Raises:
@@ -169,10 +171,10 @@ class DataLoaderDispatcher(PreparedLoader):
                 original error.
         """
         if self.rank != 0:
-            sent: Plan | str = broadcast_object(None)
+            sent: DispatchPlan | str = broadcast_object(None)
             if isinstance(sent, str):
                 raise RuntimeError(f"Reading the data failed on rank 0: {sent}")
-            batch, tensors = unpacked(sent.batch, self.device)
+            batch, tensors = insert_tensors(sent.batch, self.device)
             broadcast(tensors)
             return replace(sent, batch=batch)
         try:
@@ -181,16 +183,16 @@ class DataLoaderDispatcher(PreparedLoader):
             broadcast_object(f"{type(error).__name__}: {error}")
             raise
         if self.world_size > 1:
-            skeleton, tensors = packed(plan.batch)
+            skeleton, tensors = split_off_tensors(plan.batch)
             broadcast_object(replace(plan, batch=skeleton, position=None))
             broadcast(tensors)
         return plan
 
-    def _next(self, plans: Iterator[tuple[Plan, Plan | None]]) -> Plan:
+    def _next(self, plans: Iterator[tuple[DispatchPlan, DispatchPlan | None]]) -> DispatchPlan:
         """Return the next global batch on rank 0, on the device; an empty plan at the end."""
         plan, following = next(plans, (None, None))
         if plan is None:
-            return Plan()
+            return DispatchPlan()
         self.epoch_iterator.used(plan.position, last=following is None)
         batch = plan.batch
         if isinstance(batch, InFlight):
@@ -201,7 +203,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     # -- reading on rank 0 ---------------------------------------------------------------------
 
-    def _sent(self) -> Iterator[Plan]:
+    def _transferred_plans(self) -> Iterator[DispatchPlan]:
         """Yield the global batches of a pass, copied ahead of use if the device has streams."""
         streams = self._streams
         transfer = self._transfer(streams)
@@ -209,7 +211,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return self._plans()
         return (replace(plan, batch=transfer(plan.batch)) for plan in self._plans())
 
-    def _plans(self) -> Iterator[Plan]:
+    def _plans(self) -> Iterator[DispatchPlan]:
         """Yield the global batches of a pass, without the skipped ones."""
         indexed = self._skips_by_index
         self.epoch_iterator.start_global_batch = (
@@ -217,13 +219,13 @@ class DataLoaderDispatcher(PreparedLoader):
         )
         return islice(self._all_plans(), 0 if indexed else self.first_global_batch, None)
 
-    def _all_plans(self) -> Iterator[Plan]:
+    def _all_plans(self) -> Iterator[DispatchPlan]:
         # `held` has the samples that were left over by the even split of the previous global batch;
         # `first` is the first global batch, which pads the last one.
         first = held = None
         for (group, position), following in lookahead(self._groups(self.epoch_iterator)):
             if self.world_size == 1:
-                yield Plan(group[0], 0, find_batch_size(group[0]), 1, position)
+                yield DispatchPlan(group[0], 0, find_batch_size(group[0]), 1, position)
                 continue
             batch = concatenate(group if held is None else [held, *group])
             first, held = batch if first is None else first, None
@@ -236,18 +238,19 @@ class DataLoaderDispatcher(PreparedLoader):
                     held = take(batch, total - rest, total)
                     batch = take(batch, 0, total - rest)
                 if size:
-                    yield Plan(batch, size, total - rest, self.world_size, position)
+                    yield DispatchPlan(batch, size, total - rest, self.world_size, position)
 
-    def _last_plan(self, batch: Any, first: Any, position: Position | None) -> Plan:
+    def _last_plan(self, batch: Any, first: Any, position: Position | None) -> DispatchPlan:
         total = length(batch)
         size = -(-total // self.world_size)
         if self.even_batches:
             if size * self.world_size > total:
-                first = self._beginning() if self.epoch_iterator.start_global_batch else first
-                batch = completed(batch, first, size * self.world_size)
-            return Plan(batch, size, total, self.world_size, position)
+                if self.epoch_iterator.start_global_batch:
+                    first = self._read_first_batch()
+                batch = pad_batch(batch, first, size * self.world_size)
+            return DispatchPlan(batch, size, total, self.world_size, position)
         size = max(size, (self.total_batch_size or 0) // self.world_size)
-        return Plan(batch, size, total, -(-total // size), position)
+        return DispatchPlan(batch, size, total, -(-total // size), position)
 
     def _groups(self, epoch_iterator: EpochIterator) -> Iterator[tuple[list[Any], Position | None]]:
         """Yield the loader's batches of each global batch, and the stream position after them."""
@@ -257,9 +260,9 @@ class DataLoaderDispatcher(PreparedLoader):
                 return
             batches = [share.batch for share in group]
             position = group[-1].position
-            yield batches if self.world_size == 1 else [*map(marked, batches)], position
+            yield batches if self.world_size == 1 else [*map(wrap_columns, batches)], position
 
-    def _beginning(self) -> Any:
+    def _read_first_batch(self) -> Any:
         """Read the samples of the first global batch, which this pass has skipped, for padding."""
         epoch_iterator = self._make_epoch_iterator(self.source)
         epoch_iterator.resume_length(self.epoch_iterator.epoch, self.epoch_iterator.length)

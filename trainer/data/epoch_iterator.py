@@ -27,7 +27,7 @@ from trainer.data.iterable import (
     Stream,
     check_same_stream,
     has_stream_state,
-    part_of,
+    user_shard,
 )
 from trainer.data.sampler import (
     SAMPLES,
@@ -51,8 +51,8 @@ from trainer.data.workers import (
     SignalSafeLoader,
     batches_of,
     end_workers,
+    has_torch_iteration,
     loader_kwargs,
-    reads_as_torchs,
 )
 from trainer.distributed.guards import all_gather_ints
 from trainer.distributed.objects import all_gather_object
@@ -219,7 +219,7 @@ class EpochIterator:
                 "that was given to prepare()."
             )
         # A DataLoader subclass that overrides iteration is read as a stream.
-        if isinstance(source, DataLoader) and reads_as_torchs(type(source)):
+        if isinstance(source, DataLoader) and has_torch_iteration(type(source)):
             if not isinstance(source.dataset, IterableDataset):
                 self.sampler = ShardedSampler(
                     source.sampler if source.batch_sampler is None else source.batch_sampler,
@@ -231,7 +231,7 @@ class EpochIterator:
                 )
             self.loader = SignalSafeLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None
-        self._part = None if self.sampler is not None or shard.presharded else part_of(source)
+        self._part = None if self.sampler is not None or shard.presharded else user_shard(source)
         self.presharded = (
             self.sampler is None
             and shard.world_size > 1
@@ -387,8 +387,8 @@ class EpochIterator:
         if here == saved or (of_streams and here[2] == saved[2] and None in (saved[0], here[0])):
             return
         raise CheckpointError(
-            f"The checkpoint was saved inside an epoch in {_described(saved)}, but the training "
-            f"loader now has {_described(here)}. Use the same, even with another number of "
+            f"The checkpoint was saved inside an epoch in {_describe(saved)}, but the training "
+            f"loader now has {_describe(here)}. Use the same, even with another number of "
             "processes, or resume from a checkpoint at the end of an epoch. Data that change "
             "during the run are part of its state: save and load them in on_save_checkpoint and "
             "on_load_checkpoint, or in a DataModule's state_dict and load_state_dict."
@@ -686,17 +686,17 @@ class EpochIterator:
         Raises:
             ValueError: Some read a part and others do not, or two read the same one.
         """
-        every = all_gather_object((self.presharded, self._part))
-        shards = [part for _, part in every if part is not None]
-        alike = len({presharded for presharded, _ in every}) == 1
+        ranks = all_gather_object((self.presharded, self._part))
+        shards = [part for _, part in ranks if part is not None]
+        alike = len({presharded for presharded, _ in ranks}) == 1
         sizes = {size for _, size in shards} | {len(set(shards))}
         if not alike or (shards and sizes != {self.world_size}):
-            said = ", ".join(
+            reads = ", ".join(
                 f"rank {rank} reads {'all' if part is None else f'part {part[0]} of {part[1]}'}"
-                for rank, (_, part) in enumerate(every)
+                for rank, (_, part) in enumerate(ranks)
             )
             raise ValueError(
-                f"The processes' streams are not {self.world_size} parts of the data: {said}. "
+                f"The processes' streams are not {self.world_size} parts of the data: {reads}. "
                 f"Split them by rank and number of processes (here {self.world_size}; those that "
                 "share a model's layers read the same part), or give all the whole stream. If this "
                 "is intended, set DataLoaderConfiguration(presharded=True)."
@@ -753,7 +753,7 @@ class EpochIterator:
             yield GlobalBatch(present, batch, samples, *counts, position=position)
 
 
-def _described(data: Sequence[int | None]) -> str:
+def _describe(data: Sequence[int | None]) -> str:
     size, samples, batches = data
     words = f"batches of {size}" if batches is None else f"{batches} batches"
     return words if samples is None else f"{words} of {samples} samples"

@@ -25,17 +25,17 @@ LIMIT = 1 << 18
 """Size in bytes of the largest storage sent by value; above about 2 MB shared memory is faster."""
 
 
-def sent(batch: Any) -> Any:
+def pickled_inline(batch: Any) -> Any:
     """Return a batch pickled with small tensors inline; outside a worker, the batch itself.
 
     The batch is pickled here, not later by the queue's feeder thread, for two reasons. The dataset
     may reuse the memory for its next sample. And a batch that cannot be pickled raises an error in
     the worker; the feeder thread would lose it silently.
     """
-    return batch if get_worker_info() is None else _Sent(bytes(_Pickler.dumps(batch)))
+    return batch if get_worker_info() is None else _PickledBatch(bytes(_Pickler.dumps(batch)))
 
 
-class _Sent:
+class _PickledBatch:
     """A pickled batch; unpickling this object gives the batch itself."""
 
     def __init__(self, pickled: bytes) -> None:

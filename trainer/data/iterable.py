@@ -33,13 +33,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe,
 from trainer.data.seeding import (
     LazyGenerators,
     NamedGenerators,
-    as_fetched,
     generators_in,
     group_equal,
+    identity_collate,
     isolated_generators,
     reachable,
 )
-from trainer.data.workers import SignalSafeLoader, SignalSafeWorker, users_kwargs
+from trainer.data.workers import SignalSafeLoader, SignalSafeWorker, reading_kwargs
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import CheckpointError, module_logger
 from trainer.rng import isolated_rng, mix, seed_generators, seeded_iteration
@@ -112,7 +112,7 @@ class StreamReader(Dataset[Reply]):
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self._iterator: Iterator[Any] = iter(())
         self._ended = False
-        self._equal_generators = group_equal(_of_collate(self))
+        self._equal_generators = group_equal(_collate_generators(self))
         self._own: NamedGenerators = {}
         self._lazy = LazyGenerators("The collate_fn")
 
@@ -132,7 +132,7 @@ class StreamReader(Dataset[Reply]):
         if request.state is not None:
             self.dataset.load_state_dict(pickle.loads(request.state))  # type: ignore[attr-defined]  # noqa: S301 - made here
         self._ended = False
-        self._own = _of_collate(self)
+        self._own = _collate_generators(self)
         if not request.ended:
             self._iterator = iter(self.dataset)
 
@@ -154,11 +154,11 @@ class StreamReader(Dataset[Reply]):
         with isolated_generators(self._own, mix(request.seed, 1), self._equal_generators):
             batch = self.collate_fn(items if self.batch_size is not None else items[0])
         if self._lazy.is_pending:
-            self._own = self._lazy.search(partial(_of_collate, self), self._own)
+            self._own = self._lazy.search(partial(_collate_generators, self), self._own)
         return Reply(batch, pickled_state(self.dataset), self._ended)
 
 
-def _of_collate(loader: Any) -> NamedGenerators:
+def _collate_generators(loader: Any) -> NamedGenerators:
     """Find the generators of a ``collate_fn`` that its dataset does not have too."""
     saved = set(map(id, generators_in(dataset=loader.dataset).values()))
     generators = generators_in([loader.dataset], collate_fn=loader.collate_fn)
@@ -239,9 +239,9 @@ class DatasetReading:
     def __init__(self, loader: DataLoader[Any], generator: torch.Generator) -> None:
         self.name, self.workers = type(loader.dataset).__name__, loader.num_workers
         self._reader = StreamReader(loader)
-        self._kwargs = users_kwargs(loader) | {
+        self._kwargs = reading_kwargs(loader) | {
             "dataset": self._reader,
-            "collate_fn": as_fetched,
+            "collate_fn": identity_collate,
             "batch_size": None,
             "generator": generator,
             "worker_init_fn": SignalSafeWorker(loader.worker_init_fn, wrapped=True),
@@ -305,7 +305,7 @@ class SourceReading:
         """Find the generators that this process draws from and that the loader's state lacks."""
         if not isinstance(self._source, DataLoader) or self.workers:
             return {}
-        dataset, generators = self._source.dataset, _of_collate(self._source)
+        dataset, generators = self._source.dataset, _collate_generators(self._source)
         # Leave out generators of an iterable dataset, whose order may continue from them, and of a
         # dataset with a state, which may hold them.
         if not (isinstance(dataset, IterableDataset) or hasattr(dataset, "load_state_dict")):
@@ -635,7 +635,7 @@ def has_stream_state(source: Any) -> bool:
 def _has_state(source: Any) -> bool:
     """Return whether an object has a ``state_dict`` that holds its position in the data."""
     names = ("state_dict", "load_state_dict")
-    if getattr(source, "_is_accelerate_prepared", False) or _only_counts(source):
+    if getattr(source, "_is_accelerate_prepared", False) or _resumes_by_replay(source):
         return False  # the state of a prepared loader names the pass, not the position inside it
     return all(callable(getattr(source, name, None)) for name in names) and not _shuffles(source)
 
@@ -645,18 +645,18 @@ def _shuffles(source: Any) -> bool:
 
     After ``load_state_dict`` the samples in the buffer would be missing, as `datasets` warns then.
     """
-    kind = _loaded("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
+    kind = _imported("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
     return kind is not None and any(type(thing) is kind for _, thing in reachable(source=source))
 
 
-def part_of(source: Any) -> tuple[int, int] | None:
+def user_shard(source: Any) -> tuple[int, int] | None:
     """Return which part of how many a stream reads that its user split by process.
 
     That is known of streams of `datasets` (``split_dataset_by_node``) and webdataset
     (``split_by_node``); None for all others.
     """
-    config = _loaded("datasets.iterable_dataset", "DistributedConfig")
-    splitter = _loaded("webdataset.shardlists", "split_by_node")
+    config = _imported("datasets.iterable_dataset", "DistributedConfig")
+    splitter = _imported("webdataset.shardlists", "split_by_node")
     if config is None and splitter is None:
         return None
     for _, thing in reachable(source=source):
@@ -668,12 +668,12 @@ def part_of(source: Any) -> tuple[int, int] | None:
     return None
 
 
-def _loaded(module: str, name: str) -> Any:
+def _imported(module: str, name: str) -> Any:
     """Return an object of a library; None if the program has not imported it."""
     return getattr(sys.modules.get(module), name, None)
 
 
-def _only_counts(source: Any) -> bool:
+def _resumes_by_replay(source: Any) -> bool:
     """Return whether torchdata's loader resumes this stream only by reading it again.
 
     Such a replay would not repeat the random numbers that were drawn.

@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import PackedSequence
 from trainer.tree import children, is_plain, leaves
 
 _WITH_STREAMS = ("cuda", "xpu")  # device types whose allocators support record_stream
-_LEAD = 4  # batches by which the host may run ahead of the device
+_MAX_BATCHES_AHEAD = 4  # batches by which the host may run ahead of the device
 
 
-class Lead:
+class RunAheadLimit:
     """Limits how many batches the host may run ahead of the device.
 
     The memory of a batch is freed when the device has finished with it, not when the host has. In
@@ -60,7 +60,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.side = torch.Stream(device)
-        self._lead = Lead(_LEAD)
+        self._run_ahead = RunAheadLimit(_MAX_BATCHES_AHEAD)
 
     def on_side(self) -> AbstractContextManager[Any]:
         """Return a context manager that queues work on the side stream."""
@@ -80,8 +80,8 @@ class Streams:
         held.record_stream(stream)
 
     def note_arrival(self, stream: Any) -> None:
-        """Record that a batch was passed to this stream; see `Lead`."""
-        self._lead.add(stream.record_event())
+        """Record that a batch was passed to this stream; see `RunAheadLimit`."""
+        self._run_ahead.add(stream.record_event())
 
 
 @cache  # one side stream per device: the caching allocator keeps separate memory per stream
@@ -112,13 +112,13 @@ class InFlight:
         soon as the last reference is gone, so the next batch could overwrite data that queued
         kernels have yet to read. `Streams.keep` (``record_stream``) delays the reuse of each tensor
         until the compute stream has passed the point at which the tensor was dropped. Device memory
-        then holds as many batches as the host is ahead of the device; `Lead` limits that number.
+        then holds as many batches as the host is ahead of the device; see `RunAheadLimit`.
         """
         if self.event is not None:
             stream = self.streams.current()
             # Wait for this copy only: the copy of the next batch is already queued behind it.
             stream.wait_event(self.event)
-            for held in _held(self.value):
+            for held in _device_memory_of(self.value):
                 self.streams.keep(held, stream)
             self.streams.note_arrival(stream)
         return self.value
@@ -174,11 +174,11 @@ def _has_record_stream(thing: Any) -> bool:
     return callable(getattr(thing, "record_stream", None))
 
 
-def _held(tree: Any) -> Iterator[Any]:
+def _device_memory_of(tree: Any) -> Iterator[Any]:
     """Yield the tensors and objects of a moved batch that hold device memory."""
     for leaf in leaves(tree):
         if isinstance(leaf, PackedSequence):
-            yield from _held(tuple(leaf))
+            yield from _device_memory_of(tuple(leaf))
         elif isinstance(leaf, Tensor):
             if leaf.device.type != "cpu":
                 yield leaf

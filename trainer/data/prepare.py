@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from trainer.data.dataloader import DataLoaderShard, LoaderSettings, PreparedLoader, seed_of_order
 from trainer.data.dispatcher import DataLoaderDispatcher
-from trainer.data.iterable import part_of
+from trainer.data.iterable import user_shard
 from trainer.data.seeding import order_generator
-from trainer.data.workers import reads_as_torchs, users_kwargs, what_kwargs
+from trainer.data.workers import batching_kwargs, has_torch_iteration, reading_kwargs
 from trainer.state import PartialState
 
 
@@ -122,19 +122,19 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
             f"dataloader is a {type(dataloader).__name__}; skip_first_batches takes a DataLoader, "
             "prepared or not. For other iterables use itertools.islice."
         )
-    kwargs = users_kwargs(dataloader)
+    kwargs = reading_kwargs(dataloader)
     if isinstance(dataloader, SkipDataLoader):
         num_batches += dataloader.skip_batches
-    elif not reads_as_torchs(type(dataloader)):
+    elif not has_torch_iteration(type(dataloader)):
         raise TypeError(
             f"A {type(dataloader).__name__} overrides how a DataLoader reads, and a new loader "
             "would lose that. Prepare it, or use itertools.islice."
         )
     if isinstance(dataloader.dataset, IterableDataset):
-        return SkipDataLoader(skip_batches=num_batches, **kwargs, **what_kwargs(dataloader))
+        return SkipDataLoader(skip_batches=num_batches, **kwargs, **batching_kwargs(dataloader))
     batches = dataloader.batch_sampler
     rest = SkipBatchSampler(dataloader.sampler if batches is None else batches, num_batches)
-    return DataLoader(**kwargs, **what_kwargs(dataloader, rest))
+    return DataLoader(**kwargs, **batching_kwargs(dataloader, rest))
 
 
 def prepare_data_loader(
@@ -281,7 +281,7 @@ def _reads_part(
     """
     if not isinstance(dataloader.dataset, IterableDataset) or world_size == 1:
         return False
-    part = None if presharded else part_of(dataloader)
+    part = None if presharded else user_shard(dataloader)
     if part is not None and part != (rank, world_size):
         raise ValueError(
             f"The stream of rank {rank} is part {part[0]} of {part[1]} of the data, and must be "

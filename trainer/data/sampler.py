@@ -39,7 +39,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from trainer.data.batch import completed, concatenate, length, marked, samples_in, take, unmarked
+from trainer.data.batch import (
+    concatenate,
+    length,
+    pad_batch,
+    samples_in,
+    take,
+    unwrap_columns,
+    wrap_columns,
+)
 from trainer.rng import isolated_rng, mix, seeded_iteration
 from trainer.tree import count_samples
 
@@ -56,7 +64,7 @@ class BatchOps:
         length: Returns the number of samples in a batch that is to be split.
         take: Slices a batch: ``take(batch, start, stop)``.
         joined: Concatenates batches; returns None if they cannot be concatenated.
-        completed: Pads a batch: ``completed(batch, beginning, samples)`` repeats the samples of
+        pad_batch: Pads a batch: ``pad_batch(batch, beginning, samples)`` repeats the samples of
             `beginning` until the batch has `samples` samples.
     """
 
@@ -65,7 +73,7 @@ class BatchOps:
     length: Callable[[Any], int]
     take: Callable[[Any, int, int], Any]
     joined: Callable[[Sequence[Any]], Any | None]
-    completed: Callable[[Any, Any, int], Any]
+    pad_batch: Callable[[Any, Any, int], Any]
 
     def __reduce__(self) -> str:
         return self.name
@@ -82,7 +90,7 @@ INDICES = BatchOps(
     length=len,
     take=lambda batch, start, stop: batch[start:stop],
     joined=lambda batches: list(chain.from_iterable(map(_indices, batches))),
-    completed=lambda batch, beginning, samples: list(
+    pad_batch=lambda batch, beginning, samples: list(
         islice(chain(batch, cycle(beginning)), samples)
     ),
 )
@@ -92,11 +100,11 @@ SAMPLES = BatchOps(  # trees whose tensors have one row per sample
     name="SAMPLES",
     count=lambda batch: 1 if (samples := count_samples(batch)) is None else samples,
     length=length,
-    take=lambda batch, start, stop: unmarked(take(batch, start, stop)),
+    take=lambda batch, start, stop: unwrap_columns(take(batch, start, stop)),
     joined=lambda batches: (
-        None if None in map(samples_in, batches) else concatenate([*map(marked, batches)])
+        None if None in map(samples_in, batches) else concatenate([*map(wrap_columns, batches)])
     ),
-    completed=completed,
+    pad_batch=pad_batch,
 )
 
 
@@ -183,7 +191,7 @@ class BatchSharding:
                 if not self._is_full(parts):
                     following = next(sharded, None)
                     if following is None:  # sizes may vary: pad only the last global batch
-                        parts = self._filled(parts, beginning)
+                        parts = self._pad_last(parts, beginning)
             yield parts, real, position
             current = following or next(sharded, None)
 
@@ -228,7 +236,7 @@ class BatchSharding:
         sizes = set(map(self.kind.count, parts))
         return len(parts) == self.world_size and (self._size is None or sizes == {self._size})
 
-    def _filled(self, parts: list[Any], beginning: list[Any]) -> list[Any]:
+    def _pad_last(self, parts: list[Any], beginning: list[Any]) -> list[Any]:
         """Pad the last global batch to a full batch per process, with samples of `beginning`."""
         size, kind = self._size, self.kind
         not_a_batch = size is None or sum(map(kind.count, parts)) > self.world_size * size
@@ -236,7 +244,7 @@ class BatchSharding:
         if joined is None or size is None:
             # Batches that have no fixed size, or that cannot be split, are repeated whole.
             return parts + list(islice(cycle(beginning), max(self.world_size - len(parts), 0)))
-        flat = kind.completed(joined, kind.joined(beginning), self.world_size * size)
+        flat = kind.pad_batch(joined, kind.joined(beginning), self.world_size * size)
         return [kind.take(flat, i * size, (i + 1) * size) for i in range(self.world_size)]
 
 
@@ -264,10 +272,10 @@ class SeededSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        parts = (part.tolist() for order in self._drawn() for part in order.split(_AT_ONCE))
+        parts = (part.tolist() for order in self._draw() for part in order.split(_AT_ONCE))
         return chain.from_iterable(parts)  # avoids a Python frame per sample
 
-    def _drawn(self) -> Iterator[torch.Tensor]:
+    def _draw(self) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
         length, remaining = len(self.like.data_source), self.like.num_samples
         if self.like.replacement:
@@ -367,12 +375,12 @@ _ENDED: Any = object()
 
 def joint_length(lengths: Sequence[int | None], mode: str) -> int | None:
     """Return the number of joint batches of loaders with these lengths; None if unknown."""
-    known = [n for n in lengths if n is not None]
-    if len(known) < len(lengths):
+    sized = [n for n in lengths if n is not None]
+    if len(sized) < len(lengths):
         return None
     if mode == "sequential":
-        return sum(known)
-    return min(known) if mode == "min_size" else max(known)
+        return sum(sized)
+    return min(sized) if mode == "min_size" else max(sized)
 
 
 def joint_rounds(
@@ -464,7 +472,7 @@ class JointBatches(Sampler[list[tuple[int, Any]]]):
             yield [
                 (number, key)
                 for number, batch in parts
-                for key in ([batch] if single[number] else _indices(_listed(batch)))
+                for key in ([batch] if single[number] else _indices(_as_list(batch)))
             ]
 
     def _begin(self, order: Any, epoch: int, number: int) -> Iterable[Any]:
@@ -524,7 +532,7 @@ class ShardedSampler(Sampler[Any]):
         counts: bool = True,
     ) -> None:
         self.batch_sampler = batches  # the user's object, under the name that scripts read
-        self._as_batch: Callable[[Any], Any] = _identity if keys else _listed
+        self._as_batch: Callable[[Any], Any] = _identity if keys else _as_list
         self._sampler, self.is_pure = _pure_order(batches, seed, shuffle=shuffle)
         source = self._sampler
         inner = source.sampler if type(source) is BatchSampler else source
@@ -596,7 +604,8 @@ class ShardedSampler(Sampler[Any]):
         shares, seed, epoch = self.shares, self.seed, self.epoch
         shares.clear()
         alone = self.world_size == 1 and not (self.sharding.even or self.sharding.split)
-        for share, batch, position in self._alone() if alone else self._together():
+        batches = self._single_process_batches() if alone else self._sharded_batches()
+        for share, batch, position in batches:
             shares.append(share)
             if not share.present:
                 continue
@@ -609,8 +618,8 @@ class ShardedSampler(Sampler[Any]):
             else:
                 yield SampleKey(batch, (seed, epoch, position))
 
-    def _alone(self) -> Iterator[tuple[RankShard, Any, int]]:
-        """Fast path of `_together` for one process, where each batch is a global batch."""
+    def _single_process_batches(self) -> Iterator[tuple[RankShard, Any, int]]:
+        """Fast path of `_sharded_batches` for one process, where each batch is a global batch."""
         rest = SkippedOrder(
             self._sampler, self.start_batch + self.start_global_batch, self._as_batch
         )
@@ -628,7 +637,7 @@ class ShardedSampler(Sampler[Any]):
             )
             position += 1 if size is None else size
 
-    def _together(self) -> Iterator[tuple[RankShard, Any, int]]:
+    def _sharded_batches(self) -> Iterator[tuple[RankShard, Any, int]]:
         """Yield, per global batch, this rank's shard, its batch, and the samples before it."""
         for position, real, batches in self._global_batches():
             batch = batches[self.rank] if self.rank < len(batches) else None
@@ -653,7 +662,7 @@ class ShardedSampler(Sampler[Any]):
         Samples are counted without padding.
         """
         split = self.sharding.split
-        as_batch = _listed if split else self._as_batch
+        as_batch = _as_list if split else self._as_batch
         rest = SkippedOrder(self._sampler, self.start_batch, as_batch)
         stream, position = map(as_batch, self._order(rest)), 0
         batches = ((batch, None) for batch in stream if not split or batch)
@@ -669,7 +678,7 @@ class ShardedSampler(Sampler[Any]):
             # A custom sampler may draw from the global generators. Without seeding, its order
             # would differ between processes, and between a resumed run and the original one.
             seed = mix(self.seed, self.epoch)
-            at_once = _drawn_at_once(self._sampler, seed)
+            at_once = _draw_whole_order(self._sampler, seed)
             if at_once is None:
                 stream = seeded_iteration(rest, seed)
             else:
@@ -682,7 +691,7 @@ def _samplers_of(batches: Any) -> list[Any]:
     return [s for s in (batches, getattr(batches, "sampler", None)) if s is not None]
 
 
-def _listed(batch: Any) -> Any:
+def _as_list(batch: Any) -> Any:
     """Convert a batch of indices to a list; a single index is returned unchanged."""
     if type(batch) is list:
         return batch
@@ -697,7 +706,7 @@ def _identity(batch: Any) -> Any:  # a function with a name can be pickled
     return batch
 
 
-def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:
+def _draw_whole_order(batches: Any, seed: int) -> Iterable[Any] | None:
     """Return the seeded order of a torch sampler that draws the whole order at once; else None.
 
     The global generators are then swapped only once, whereas `seeded_iteration` swaps them at each

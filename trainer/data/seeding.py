@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from trainer.data.inline_pickling import sent
+from trainer.data.inline_pickling import pickled_inline
 from trainer.data.sampler import BatchIndices, JointBatches, SampleKey
 from trainer.errors import module_logger
 from trainer.rng import (
@@ -48,7 +48,7 @@ logger = module_logger(__name__)
 
 LONGEST = 1_000  # items; longer containers hold samples, not transforms, and are not searched
 _LONG = 50  # items; longer containers may hold samples, so they are searched last
-_MOST = 20_000  # the largest number of objects to search, which takes about 50 ms
+_MAX_OBJECTS = 20_000  # the largest number of objects to search, which takes about 50 ms
 _OF_TORCH = (nn.Module().__dict__.keys() - {"_modules"}) | {"_trainer"}  # and the way back
 _SEARCHES = 2  # searches: after each of the first two batches of a process, or of its first passes
 _LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
@@ -70,7 +70,7 @@ def sampler_generators(source: Any) -> NamedGenerators:
     inside = [owner for part, _ in parts for owner in (part, getattr(part, "sampler", None))]
     for sampler in (*samplers, *inside):
         generators += getattr(sampler, "__dict__", {}).values()
-    return _seedable((str(number), thing) for number, thing in enumerate(generators))
+    return _select_seedable((str(number), thing) for number, thing in enumerate(generators))
 
 
 def order_generator(loader: Any) -> torch.Generator | None:
@@ -94,7 +94,7 @@ def generators_in(besides: Iterable[Any] = (), **owners: Any) -> NamedGenerators
         besides: Objects that are not searched.
         **owners: The objects to start from; the argument names begin the paths.
     """
-    return _seedable(
+    return _select_seedable(
         (path, thing)
         for path, thing in reachable(besides, **owners)
         if issubclass(type(thing), _kinds())
@@ -108,14 +108,14 @@ def reachable(besides: Iterable[Any] = (), **owners: Any) -> Iterator[tuple[str,
     seen = {*map(id, besides), *map(id, owners.values())}
     # In a worker there is a copy of the module, which no checkpoint holds.
     of_data = get_worker_info() is None and not any(
-        _is_of_run("", owner) for owner in owners.values()
+        _is_run_module("", owner) for owner in owners.values()
     )
-    for _ in range(_MOST):
+    for _ in range(_MAX_OBJECTS):
         if not (near or far):
             break
         path, thing = (near or far).popleft()
         yield path, thing
-        if issubclass(type(thing), _kinds()) or (of_data and _is_of_run(path, thing)):
+        if issubclass(type(thing), _kinds()) or (of_data and _is_run_module(path, thing)):
             continue
         long = _is_long(thing)
         for name, part in _parts(thing, slots):
@@ -126,7 +126,7 @@ def reachable(besides: Iterable[Any] = (), **owners: Any) -> Iterator[tuple[str,
                 later.append((prefix + name, part))
 
 
-def _is_of_run(path: str, thing: Any) -> bool:
+def _is_run_module(path: str, thing: Any) -> bool:
     """Return whether an object is the module of a run, which a dataset has been given.
 
     What it draws goes on from step to step, and the checkpoint holds its generators. Only its
@@ -145,7 +145,7 @@ def group_equal(generators: NamedGenerators) -> dict[str, str]:
         For the path of each generator, the path of the first generator in its group.
     """
     first: dict[str, str] = {}
-    states = {path: repr([_kind(g), _plain(_state(g))]) for path, g in generators.items()}
+    states = {path: repr([_kind(g), _as_lists(_state(g))]) for path, g in generators.items()}
     return {path: first.setdefault(state, path) for path, state in states.items()}
 
 
@@ -202,7 +202,7 @@ def load_states(generators: NamedGenerators, states: Mapping[str, Any]) -> list[
     return missing
 
 
-def kept_by(module: nn.Module, datamodule: Any = None) -> NamedGenerators:
+def module_generators(module: nn.Module, datamodule: Any = None) -> NamedGenerators:
     """Return the generators held by a module and a datamodule, without those of their Trainer."""
     return generators_in((module.__dict__.get("_trainer"),), module=module, datamodule=datamodule)
 
@@ -216,9 +216,9 @@ class RunGenerators:
     """
 
     def __init__(self, module: nn.Module, of_data: NamedGenerators) -> None:
-        others = set(map(id, of_data.values()))
+        data_ids = set(map(id, of_data.values()))
         self.named = {
-            path: each for path, each in kept_by(module).items() if id(each) not in others
+            path: g for path, g in module_generators(module).items() if id(g) not in data_ids
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,13 +236,15 @@ def _kind(generator: Any) -> str:
     name = type(generator).__name__
     if isinstance(generator, torch.Generator):
         return f"{name} {generator.device.type}"
-    return name if isinstance(generator, random.Random) else f"{name} {_bits_name(generator)}"
+    return (
+        name if isinstance(generator, random.Random) else f"{name} {_bit_generator_name(generator)}"
+    )
 
 
-def _plain(state: Any) -> Any:
+def _as_lists(state: Any) -> Any:
     """Convert arrays in a state to lists: the `repr` of a long array is abbreviated."""
     if isinstance(state, dict):
-        return {name: _plain(value) for name, value in state.items()}
+        return {name: _as_lists(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
 
 
@@ -251,10 +253,10 @@ def _seed(generator: Any, seed: int) -> None:
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
         generator.seed(seed)
-    elif hasattr(generator, "get_state") and _bits_name(generator) == "MT19937":
+    elif hasattr(generator, "get_state") and _bit_generator_name(generator) == "MT19937":
         generator.seed(seed % 2**32)
     else:  # numpy.random.Generator has no method to seed it
-        bits = _bits_of(generator)
+        bits = _bit_generator(generator)
         bits.state = type(bits)(seed).state
 
 
@@ -265,7 +267,7 @@ def _state(generator: Any) -> Any:
         return generator.getstate()
     if hasattr(generator, "get_state"):  # RandomState; legacy=False includes a cached Gaussian
         return generator.get_state(legacy=False)
-    return _bits_of(generator).state
+    return _bit_generator(generator).state
 
 
 def _load(generator: Any, state: Any) -> None:
@@ -277,14 +279,14 @@ def _load(generator: Any, state: Any) -> None:
     elif hasattr(generator, "set_state"):
         generator.set_state(state)
     else:
-        _bits_of(generator).state = state
+        _bit_generator(generator).state = state
 
 
-def _bits_name(generator: Any) -> str:
-    return type(_bits_of(generator)).__name__
+def _bit_generator_name(generator: Any) -> str:
+    return type(_bit_generator(generator)).__name__
 
 
-def _bits_of(generator: Any) -> Any:
+def _bit_generator(generator: Any) -> Any:
     return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
@@ -293,7 +295,7 @@ def _kinds() -> tuple[type, ...]:
     return torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
 
 
-def _seedable(things: Iterable[tuple[str, Any]]) -> NamedGenerators:
+def _select_seedable(things: Iterable[tuple[str, Any]]) -> NamedGenerators:
     """Select the generators that can be seeded here, without duplicates and the global ones."""
     python = getattr(random.random, "__self__", None)
     seen = {id(torch.default_generator), id(python), id(numpy.random.mtrand._rand)}
@@ -312,7 +314,7 @@ def _can_be_seeded(generator: Any) -> bool:
     if isinstance(generator, random.Random):  # not SystemRandom, nor one with an unknown state
         names = "seed", "getstate", "setstate"
         return all(getattr(type(generator), n) is getattr(random.Random, n) for n in names)
-    return type(_bits_of(generator)).__module__.startswith("numpy.")
+    return type(_bit_generator(generator)).__module__.startswith("numpy.")
 
 
 def _container(thing: Any) -> Any:
@@ -347,15 +349,15 @@ def _parts(thing: Any, slots: dict[type, list[str]]) -> Iterable[tuple[str, Any]
             items = enumerate(list(dict.items(thing)))
             parts += [(f"[{k if isinstance(k, str) else n}]", value) for n, (k, value) in items]
         else:
-            parts += _numbered(list(held.__iter__(thing)))
+            parts += _indexed(list(held.__iter__(thing)))
     elif kind is FunctionType:
-        parts += _numbered(thing.__defaults__ or ())
+        parts += _indexed(thing.__defaults__ or ())
         parts += (thing.__kwdefaults__ or {}).items()
         for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
             with suppress(ValueError):  # the variable is unset
                 parts.append((name, cell.cell_contents))
     elif kind is partial:
-        parts += [("function", thing.func), *_numbered(thing.args), *thing.keywords.items()]
+        parts += [("function", thing.func), *_indexed(thing.args), *thing.keywords.items()]
     with suppress(AttributeError):
         attributes = list(object.__getattribute__(thing, "__dict__").items())
         skipped = _OF_TORCH if issubclass(kind, nn.Module) else ()
@@ -368,7 +370,7 @@ def _parts(thing: Any, slots: dict[type, list[str]]) -> Iterable[tuple[str, Any]
     return parts + [(cls.__qualname__, cls) for cls in kind.__mro__]
 
 
-def _numbered(things: Iterable[Any]) -> list[tuple[str, Any]]:
+def _indexed(things: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(f"[{number}]", thing) for number, thing in enumerate(things)]
 
 
@@ -402,20 +404,20 @@ class LazyGenerators:
         self._late: NamedGenerators = {}
 
     def search(
-        self, find: Callable[[], NamedGenerators], known: NamedGenerators
+        self, find: Callable[[], NamedGenerators], before: NamedGenerators
     ) -> NamedGenerators:
         """Search after a batch or pass; return the known generators and the new ones.
 
         Args:
             find: Searches for the generators.
-            known: The generators that were found before the batch or pass.
+            before: The generators that were found before the batch or pass.
         """
         self._searches += 1
         self.is_pending = self._searches < _SEARCHES
         generators = find()
         if self._searches == 1:
-            self._late = {path: g for path, g in generators.items() if path not in known}
-            return {**known, **generators}
+            self._late = {path: g for path, g in generators.items() if path not in before}
+            return {**before, **generators}
         late = [path for path, g in self._late.items() if generators.get(path) is g]
         worker = get_worker_info()
         if late and (worker is None or worker.id == 0):
@@ -428,7 +430,7 @@ class LazyGenerators:
                 "What" if worker is None else "In each worker, what",
                 self._part,
             )
-        return known
+        return before
 
 
 def set_epoch_of(dataset: Any, seed: int, epoch: int) -> None:
@@ -457,7 +459,7 @@ def set_epoch_of(dataset: Any, seed: int, epoch: int) -> None:
             dataset.set_epoch(epoch)
 
 
-def as_fetched(batch: Any) -> Any:
+def identity_collate(batch: Any) -> Any:
     """The ``collate_fn`` of a rebuilt loader: `SeededDataset` has collated the batch already."""
     return batch
 
@@ -470,7 +472,7 @@ class SeededDataset(Dataset[Any]):
 
     Args:
         dataset: The user's dataset.
-        collate_fn: The user's ``collate_fn``. The rebuilt loader's own one is `as_fetched`.
+        collate_fn: The user's ``collate_fn``. The rebuilt loader's own one is `identity_collate`.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
@@ -511,7 +513,7 @@ class SeededDataset(Dataset[Any]):
             seed_local(seed)
             if generators := self._generators():
                 seed_all(generators, mix(seed, 1), self._equal_generators)
-            batch = sent(fetch())
+            batch = pickled_inline(fetch())
         else:
             put_back = isolate_rng(seed)
             try:

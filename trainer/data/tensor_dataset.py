@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from trainer.data.inline_pickling import sent
+from trainer.data.inline_pickling import pickled_inline
 from trainer.data.sampler import BatchIndices
 from trainer.data.seeding import SeededDataset
 
@@ -49,10 +49,10 @@ class TensorRows(SeededDataset):
                 self._checked = data.tensors if all(map(_is_rows, data.tensors)) else None
             if self._checked:
                 taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
-                return sent([tensor.index_select(0, taken) for tensor in self._checked])
+                return pickled_inline([tensor.index_select(0, taken) for tensor in self._checked])
         except (IndexError, OverflowError, RuntimeError, TypeError):
             pass  # torch's own error names the index; some dtypes have no index_select
-        return sent(default_collate(self._fetch(list(indices))))
+        return pickled_inline(default_collate(self._fetch(list(indices))))
 
 
 def _is_rows(tensor: Tensor) -> bool:

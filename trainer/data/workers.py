@@ -32,7 +32,7 @@ from torch._C import _remove_worker_pids  # otherwise torch reports the kill bel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer.data.sampler import ShardedSampler
-from trainer.data.seeding import as_fetched
+from trainer.data.seeding import identity_collate
 from trainer.data.tensor_dataset import wrapped
 from trainer.errors import module_logger
 
@@ -61,7 +61,7 @@ if sys.platform != "win32":
     class _Launch(Popen):
         def _launch(self, process_obj: Any) -> None:
             patience = _START_PATIENCE
-            while not self._has_begun(process_obj, patience):
+            while not self._fork_started(process_obj, patience):
                 logger.warning(
                     "A data-loader worker did not begin within %g s after its fork, and is forked "
                     "again. Python 3.11.8 and later do not have this problem.",
@@ -69,18 +69,18 @@ if sys.platform != "win32":
                 )
                 patience *= 2  # in case the machine is only slow
 
-        def _has_begun(self, process: _Process, patience: float) -> bool:
+        def _fork_started(self, process: _Process, patience: float) -> bool:
             """Fork, and return whether the child started in time; if not, it is killed."""
-            process.here, process.there = multiprocessing.Pipe()
+            process.parent_end, process.child_end = multiprocessing.Pipe()
             begun = False
-            with process.here, process.there:
+            with process.parent_end, process.child_end:
                 super()._launch(process)  # type: ignore[misc]  # typeshed lacks it
                 try:
-                    process.there.close()  # so that poll also returns if the child dies
-                    begun = process.here.poll(patience)
+                    process.child_end.close()  # so that poll also returns if the child dies
+                    begun = process.parent_end.poll(patience)
                     if begun:
                         with suppress(OSError):  # the child has died; its loader reports that
-                            process.here.send_bytes(b"")
+                            process.parent_end.send_bytes(b"")
                 finally:
                     if not begun:
                         self._end()
@@ -93,16 +93,16 @@ if sys.platform != "win32":
             self.close()
 
     class _Process(ForkProcess):
-        here: Connection  # the parent's end of the pipe
-        there: Connection
+        parent_end: Connection  # the parent's end of the pipe
+        child_end: Connection
 
         @staticmethod
         def _Popen(process_obj: Any) -> Any:
             return _Launch(process_obj)
 
         def _bootstrap(self, parent_sentinel: Any = None) -> Any:
-            self.here.close()
-            with self.there as parent:
+            self.parent_end.close()
+            with self.child_end as parent:
                 parent.send_bytes(b"")
                 # A child that started too late is killed while it waits here, where it holds no
                 # lock that other processes share.
@@ -144,14 +144,14 @@ class SignalSafeWorker:
         if self.collects:
             gc.enable()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._end_at_the_second)
+        signal.signal(signal.SIGTERM, self._exit_on_second_signal)
         if self.wrapped:
             info: Any = get_worker_info()
             object.__setattr__(info, "dataset", info.dataset.dataset)  # its __setattr__ raises
         if self.users is not None:
             self.users(worker_id)
 
-    def _end_at_the_second(self, number: int, _: FrameType | None) -> None:
+    def _exit_on_second_signal(self, number: int, _: FrameType | None) -> None:
         if self._interrupted:
             os._exit(128 + number)
         self._interrupted = True
@@ -179,7 +179,7 @@ class SignalSafeLoader(DataLoader[Any]):
             self.multiprocessing_context = context
             if collects:
                 gc.enable()
-        _end_with_process(batches)
+        _stop_workers_at_exit(batches)
         return batches
 
 
@@ -188,7 +188,7 @@ _reading: dict[
 ] = {}  # by process id: a fork inherits iterators that belong to its parent
 
 
-def _end_with_process(batches: Any) -> None:
+def _stop_workers_at_exit(batches: Any) -> None:
     process = os.getpid()
     if process not in _reading:
         _reading.clear()
@@ -241,15 +241,15 @@ def _stop_workers(batches: Any) -> None:
         queue.cancel_join_thread()  # a killed worker will not read it
 
 
-def reads_as_torchs(kind: type[DataLoader[Any]]) -> bool:
+def has_torch_iteration(kind: type[DataLoader[Any]]) -> bool:
     """Return whether a class iterates like torch's ``DataLoader``, so that it can be rebuilt."""
     return all(
         getattr(kind, name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
     )
 
 
-def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return a loader's constructor arguments, except those that `what_kwargs` returns."""
+def reading_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return a loader's constructor arguments, except those that `batching_kwargs` returns."""
     return {
         "dataset": loader.dataset,
         "num_workers": loader.num_workers,
@@ -264,7 +264,7 @@ def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
     }
 
 
-def what_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, Any]:
+def batching_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, Any]:
     """Return the constructor arguments for batches and sampling.
 
     Args:
@@ -285,7 +285,7 @@ def signal_safe(loader: DataLoader[Any]) -> SignalSafeLoader:
     """
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     stream = isinstance(loader.dataset, IterableDataset)
-    kwargs = users_kwargs(loader) | what_kwargs(loader, None if stream else sampler)
+    kwargs = reading_kwargs(loader) | batching_kwargs(loader, None if stream else sampler)
     kwargs["worker_init_fn"] = SignalSafeWorker(loader.worker_init_fn)
     return SignalSafeLoader(**kwargs | {"persistent_workers": False})
 
@@ -303,13 +303,13 @@ def loader_kwargs(
         generator: The generator for the workers' seeds, so that reading does not draw from the
             global generators.
     """
-    kwargs = users_kwargs(loader) | {"generator": generator}
+    kwargs = reading_kwargs(loader) | {"generator": generator}
     kwargs["worker_init_fn"] = SignalSafeWorker(loader.worker_init_fn)
     if sampler is None:
-        return kwargs | what_kwargs(loader) | {"persistent_workers": False}
+        return kwargs | batching_kwargs(loader) | {"persistent_workers": False}
     worker = SignalSafeWorker(loader.worker_init_fn, wrapped=True)
-    kwargs |= {"dataset": wrapped(loader), "collate_fn": as_fetched, "worker_init_fn": worker}
-    return kwargs | what_kwargs(loader, sampler)
+    kwargs |= {"dataset": wrapped(loader), "collate_fn": identity_collate, "worker_init_fn": worker}
+    return kwargs | batching_kwargs(loader, sampler)
 
 
 def batches_of(loader: DataLoader[Any]) -> Iterable[Any]:

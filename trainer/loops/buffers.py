@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from trainer.data.seeding import group_equal, isolated_generators, kept_by
+from trainer.data.seeding import group_equal, isolated_generators, module_generators
 from trainer.distributed.collectives import broadcast, reduce
 from trainer.distributed.objects import all_gather_object
 from trainer.engines.lockstep import isolated_batch_norm
@@ -318,7 +318,7 @@ def isolated_dummy(run: Run) -> Iterator[None]:
         kept_buffers(run.module),
         kept_metrics(run.module),
         isolated_rng(),
-        isolated_generators(kept_by(run.module)),
+        isolated_generators(module_generators(run.module)),
         run.metrics.muted(),
         isolated_batch_norm(run.module, counts=False),
         run.precision.autocast(),

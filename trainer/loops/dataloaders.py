@@ -15,7 +15,7 @@ from trainer.checkpoint.storage import read_manifest
 from trainer.data.combined import CombinedLoader, holds_loaders
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.sampler import DataShard
-from trainer.data.seeding import isolated_generators, kept_by
+from trainer.data.seeding import isolated_generators, module_generators
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_all
@@ -164,7 +164,7 @@ def make_epoch_iterators(
     epoch_iterators = []
     for number, loader in enumerate(loaders):
         epoch_iterator = EpochIterator(
-            loader.as_one() if isinstance(loader, CombinedLoader) else loader,
+            loader.as_single_loader() if isinstance(loader, CombinedLoader) else loader,
             shard,
             seed=seed,
             loader_id=0 if kind == "train" else mix(_KINDS.index(kind), number),
@@ -349,7 +349,7 @@ class Sources:
         again = self.settings.reload_dataloaders_every_n_epochs
         drawn = mix(origin.seed, origin.epoch, _DRAWS_BY_LOADERS)
         owners = self.module, self.datamodule
-        generators = kept_by(*owners) if again else {}
+        generators = module_generators(*owners) if again else {}
         with (
             isolated_rng(drawn) if again else nullcontext(),
             isolated_generators(generators, mix(drawn, 1)),

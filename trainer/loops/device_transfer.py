@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
 from trainer.data.prefetch import InFlight, send, streams_for
-from trainer.data.seeding import group_equal, isolated_generators, kept_by
+from trainer.data.seeding import group_equal, isolated_generators, module_generators
 from trainer.datamodule import DataModule
 from trainer.distributed import guards
 from trainer.distributed.objects import all_gather_object, broadcast_object
@@ -65,7 +65,7 @@ class DeviceTransfer:
     ) -> None:
         self._module, self._datamodule, self._device = module, datamodule, device
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
-        self._equal_generators = group_equal(kept_by(module, datamodule))
+        self._equal_generators = group_equal(module_generators(module, datamodule))
         self.counts_items = counts_items(module)
         self.may_lack_items = self.counts_items and world_size > 1
 
@@ -233,7 +233,7 @@ class DeviceTransfer:
                 return _unchanged
             return lambda batch: self.move(batch, dataloader_idx)
         numbers = count(epoch_iterator.first_position + self._rank, self._world_size)
-        generators = kept_by(self._module, self._datamodule)
+        generators = module_generators(self._module, self._datamodule)
 
         def change(batch: Any) -> Any:
             seed = mix(epoch_iterator.seed, epoch_iterator.epoch, _DRAWS_BY_HOOKS, next(numbers))

@@ -21,7 +21,7 @@ from callbacks import Callback
 from trainer.checks import check_choice, check_counts, given
 from trainer.data.combined import CombinedLoader
 from trainer.data.epoch_iterator import EpochIterator
-from trainer.data.workers import reads_as_torchs, users_kwargs
+from trainer.data.workers import has_torch_iteration, reading_kwargs
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.process_control import exchange
 from trainer.errors import module_logger
@@ -32,7 +32,13 @@ from trainer.module import TrainModule
 from trainer.rng import isolated_rng
 from trainer.trainer import Trainer
 from trainer.tree import find_batch_size
-from trainer.tuning.trial import copies, holders, isolate, make_trial, set_all
+from trainer.tuning.trial import (
+    attribute_owners,
+    copy_for_trial,
+    isolate,
+    make_trial,
+    set_attribute,
+)
 
 logger = module_logger(__name__)
 
@@ -88,11 +94,11 @@ class Search:
         if not 0 <= self.margin < 1:
             raise ValueError(f"margin is {self.margin}; it must be 0 or more and below 1.")
 
-    def largest(self, attempt: Callable[[int], tuple[bool, int | None]]) -> dict[int, bool]:
+    def largest(self, try_size: Callable[[int], tuple[bool, int | None]]) -> dict[int, bool]:
         """Try sizes; the largest that fits, before the margin is subtracted, is the answer.
 
         Args:
-            attempt: Takes a size; returns whether it fits, and the largest batch that the data can
+            try_size: Takes a size; returns whether it fits, and the largest batch that the data can
                 fill, or None if that is unknown.
 
         Returns:
@@ -102,15 +108,15 @@ class Search:
         cap = self.max_val
         size = self.init_val if cap is None else min(self.init_val, cap)
         while len(tried) < self.max_trials:
-            fits, there_are = attempt(size)
-            if there_are is not None:
-                cap = there_are if cap is None else min(cap, there_are)
-                size = min(size, there_are)  # the batch that was tried had all samples
+            fits, num_samples = try_size(size)
+            if num_samples is not None:
+                cap = num_samples if cap is None else min(cap, num_samples)
+                size = min(size, num_samples)  # the batch that was tried had all samples
             tried[size] = fits
-            following = self._after(tried, cap)
-            if following is None or following in tried:
+            next_size = self._after(tried, cap)
+            if next_size is None or next_size in tried:
                 break
-            size = following
+            size = next_size
         return tried
 
     def _after(self, tried: dict[int, bool], cap: int | None) -> int | None:
@@ -118,8 +124,8 @@ class Search:
         low = max((size for size, fits in tried.items() if fits), default=0)
         high = min((size for size, fits in tried.items() if not fits), default=None)
         if high is None:
-            following = 2 * low if cap is None else min(2 * low, cap)
-            return following if following > low else None
+            next_size = 2 * low if cap is None else min(2 * low, cap)
+            return next_size if next_size > low else None
         if low == 0:
             return high // 2 or None
         if self.mode == "power" or high - low == 1:
@@ -127,26 +133,28 @@ class Search:
         return (low + high) // 2
 
 
-def _noting(method: str) -> Callable[..., None]:
+def _batch_start_hook(method: str) -> Callable[..., None]:
     """Return the hook for the start of each batch of an entry point."""
 
-    def note(self: _Trial, trainer: Trainer, module: TrainModule, batch: Any, *which: int) -> None:
+    def record(
+        self: _BatchRecorder, trainer: Trainer, module: TrainModule, batch: Any, *which: int
+    ) -> None:
         if method == self.method:
-            self.seen = max(self.seen, find_batch_size(batch) or 0)
+            self.largest_seen = max(self.largest_seen, find_batch_size(batch) or 0)
             self.one_batch &= which[0] == 0
 
-    return note
+    return record
 
 
 @dataclass
-class _Trial(Callback):
-    """Lets a process try by itself, and records how large its batches are.
+class _BatchRecorder(Callback):
+    """Runs a trial on this process alone, and records how large its batches are.
 
     Attributes:
         method: The entry point whose batches are sized.
         steps: Updates.
-        reserve: Set memory aside for the engine of several processes.
-        seen: Samples in the largest batch of this entry point; 0 if unknown.
+        reserve: Allocate the gradient buffers that the engine of several processes needs.
+        largest_seen: Samples in the largest batch of this entry point; 0 if unknown.
         one_batch: No loader of this entry point had a second batch.
         available: Samples in the largest of its datasets; None if only reading can tell.
     """
@@ -154,7 +162,7 @@ class _Trial(Callback):
     method: str
     steps: int
     reserve: bool
-    seen: int = 0
+    largest_seen: int = 0
     one_batch: bool = True
     available: int | None = None
     _buffers: list[Tensor] = field(default_factory=list)
@@ -176,18 +184,18 @@ class _Trial(Callback):
                 torch.empty_like(p) for p in run.optim.parameters.all if p.requires_grad
             ]
 
-    on_train_batch_start = _noting("fit")
-    on_validation_batch_start = _noting("validate")
-    on_test_batch_start = _noting("test")
-    on_predict_batch_start = _noting("predict")
+    on_train_batch_start = _batch_start_hook("fit")
+    on_validation_batch_start = _batch_start_hook("validate")
+    on_test_batch_start = _batch_start_hook("test")
+    on_predict_batch_start = _batch_start_hook("predict")
 
     def largest(self, size: int) -> int | None:
         """Return the largest batch that the data can fill, after trying a size; None if unknown.
 
         If only the batches tell, data that end with their first batch cannot fill a larger one.
         """
-        if 0 < self.seen < size:
-            return self.seen
+        if 0 < self.largest_seen < size:
+            return self.largest_seen
         if self.available is None and self.one_batch and self.steps > 1:
             return size
         return self.available
@@ -196,17 +204,17 @@ class _Trial(Callback):
 def _samples_of(epoch_iterators: Sequence[EpochIterator]) -> int | None:
     """Return the number of samples in the largest of these; None if only reading can tell."""
     sizes = []
-    for each in epoch_iterators:
+    for iterator in epoch_iterators:
         # A stream's length may be any number.
-        if isinstance(each.dataset, IterableDataset) or each.num_samples is None:
+        if isinstance(iterator.dataset, IterableDataset) or iterator.num_samples is None:
             return None
-        sizes.append(each.num_samples)
+        sizes.append(iterator.num_samples)
     return max(sizes, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is tried out.
+class TrialTarget:
+    """The module, data and entry point whose batch size is searched.
 
     Attributes:
         trainer: The user's.
@@ -232,7 +240,7 @@ class Subject:
         """Check that there is a batch size that can be changed."""
         if self.loaders is not None:
             with_batch_size(self.loaders, 1)
-        elif not holders(self.attribute, self.module, self.datamodule):
+        elif not attribute_owners(self.attribute, self.module, self.datamodule):
             raise ValueError(
                 f"No batch size can be set: neither {type(self.module).__name__}, its hparams nor "
                 f"the datamodule has an attribute {self.attribute!r}. Pass the loaders, or name "
@@ -246,9 +254,9 @@ class Subject:
             Whether it fits on all, and the largest batch that the data can fill, if known.
         """
         error: Exception | None = None
-        fits, there_are = True, None
+        fits, num_samples = True, None
         try:
-            there_are = self._run(size, steps)
+            num_samples = self._run(size, steps)
         except Exception as raised:  # noqa: BLE001 - raised below, once the others know
             if is_out_of_memory(raised):
                 fits = False
@@ -257,11 +265,11 @@ class Subject:
         # An out-of-memory error is gone by now, and with it the frames that hold tensors.
         exchange(error, "Tuner.scale_batch_size")
         free_caches()
-        outcomes = all_gather_object((fits, there_are))
-        fits = all(each for each, _ in outcomes)
+        outcomes = all_gather_object((fits, num_samples))
+        fits = all(fits_rank for fits_rank, _ in outcomes)
         logger.info("A batch size of %d %s into memory.", size, "fits" if fits else "does not fit")
-        known = [number for _, number in outcomes if number is not None]
-        return fits, min(known, default=None)
+        sizes = [number for _, number in outcomes if number is not None]
+        return fits, min(sizes, default=None)
 
     def _run(self, size: int, steps: int) -> int | None:
         settings: dict[str, Any] = {
@@ -275,15 +283,17 @@ class Subject:
             off = self.method == "fit" and getattr(trainer._context.settings, name) == 0
             settings[name] = 0 if off else steps
         reserve = trainer.accelerator.num_processes > 1
-        watch = _Trial(self.method, steps, reserve)
-        trial = make_trial(trainer, watch, steps, alone=True, **settings)
-        module, (loaders, val_loaders, datamodule) = copies(
+        recorder = _BatchRecorder(self.method, steps, reserve)
+        trial = make_trial(trainer, recorder, steps, alone=True, **settings)
+        module, (loaders, val_loaders, datamodule) = copy_for_trial(
             self.module,
             (self.loaders, self.val_loaders, self.datamodule),
             [trainer, trainer.accelerator],
         )
         if loaders is None:
-            set_all(holders(self.attribute, module, datamodule), self.attribute, size)
+            set_attribute(
+                attribute_owners(self.attribute, module, datamodule), self.attribute, size
+            )
         else:
             loaders = with_batch_size(loaders, size)
         with isolated_rng():
@@ -291,13 +301,13 @@ class Subject:
                 trial.fit(module, loaders, val_loaders, datamodule=datamodule)
             else:
                 with trial._evaluation(self.method, module, loaders, datamodule, None) as run:
-                    watch.available = _samples_of(run.eval_iterators)
+                    recorder.available = _samples_of(run.eval_iterators)
                     if self.method == "predict":
                         predict(run, keep=False)
                     else:
                         phase = VALIDATION if self.method == "validate" else TEST
                         evaluate(run, phase)
-        return watch.largest(size)
+        return recorder.largest(size)
 
 
 def with_batch_size(loaders: Any, size: int) -> Any:
@@ -312,50 +322,51 @@ def with_batch_size(loaders: Any, size: int) -> Any:
         return [with_batch_size(loader, size) for loader in loaders]
     if isinstance(loaders, Mapping):
         return {name: with_batch_size(loader, size) for name, loader in loaders.items()}
-    own = isinstance(loaders, DataLoader) and not reads_as_torchs(type(loaders))
-    if not isinstance(loaders, DataLoader) or loaders.batch_size is None or own:
+    has_own_reading = isinstance(loaders, DataLoader) and not has_torch_iteration(type(loaders))
+    if not isinstance(loaders, DataLoader) or loaders.batch_size is None or has_own_reading:
         raise ValueError(
             f"A {type(loaders).__name__} cannot be given another batch size: it is not a plain "
             "DataLoader with a batch_size. Create the loader in train_dataloader() from an "
             "attribute, and name that with batch_arg_name."
         )
-    kwargs = users_kwargs(loaders) | {"batch_size": size, "drop_last": loaders.drop_last}
+    kwargs = reading_kwargs(loaders) | {"batch_size": size, "drop_last": loaders.drop_last}
     if not isinstance(loaders.dataset, IterableDataset):
         kwargs["sampler"] = loaders.sampler
     return DataLoader(**kwargs)
 
 
 def search_batch_size(
-    subject: Subject, search: Search, *, effective: int | None
+    target: TrialTarget, search: Search, *, effective: int | None
 ) -> BatchSizeSearch:
     """Find the largest size that fits on all processes; collective.
 
     Args:
-        subject: What is tried out.
+        target: The module, data and entry point.
         search: The sizes to try.
         effective: Samples of an update over all processes, to be kept by accumulation.
 
     Raises:
         RuntimeError: No size fits.
     """
-    trainer = subject.trainer
+    trainer = target.trainer
     steps = trainer._context.settings.gradient_accumulation_steps
-    own = None if effective is None else effective // trainer.accelerator.engine.parallel.dp_size
-    if own is not None:
-        search = replace(search, max_val=min(own, search.max_val or own))
-    with isolate(subject.module):
-        tried = search.largest(lambda size: subject.attempt(size, search.steps_per_trial))
-    fitting = [size for size, fits in tried.items() if fits]
-    if not fitting:
+    dp_size = trainer.accelerator.engine.parallel.dp_size
+    rank_batch_size = None if effective is None else effective // dp_size
+    if rank_batch_size is not None:
+        search = replace(search, max_val=min(rank_batch_size, search.max_val or rank_batch_size))
+    with isolate(target.module):
+        tried = search.largest(lambda size: target.attempt(size, search.steps_per_trial))
+    fitting_sizes = [size for size, fits in tried.items() if fits]
+    if not fitting_sizes:
         raise RuntimeError(
             f"No batch size fits into memory; tried {', '.join(map(str, tried))} samples."
         )
-    size = max(fitting)
+    size = max(fitting_sizes)
     if search.mode == "binsearch" and not all(tried.values()):
         size = max(1, int(size * (1 - search.margin)))
-    if own is not None:
-        size = next(divisor for divisor in range(size, 0, -1) if own % divisor == 0)
-        steps = own // size
+    if rank_batch_size is not None:
+        size = next(divisor for divisor in range(size, 0, -1) if rank_batch_size % divisor == 0)
+        steps = rank_batch_size // size
     return BatchSizeSearch(batch_size=size, gradient_accumulation_steps=steps, trials=tried)
 
 

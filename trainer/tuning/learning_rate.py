@@ -72,25 +72,27 @@ class LearningRateTest:
             standard errors of its estimate. The log says which.
         """
         check_counts(0, skip_begin=skip_begin, skip_end=skip_end)
-        kept = self.raw_losses[skip_begin : max(len(self.raw_losses) - skip_end, 0)]
-        if len(kept) < 3:
+        raw_losses = self.raw_losses[skip_begin : max(len(self.raw_losses) - skip_end, 0)]
+        if len(raw_losses) < 3:
             logger.warning(
                 "No learning rate can be suggested: of %d updates, skip_begin=%d and skip_end=%d "
                 "leave %d. Test more rates with num_training, or a smaller max_lr.",
                 len(self.raw_losses),
                 skip_begin,
                 skip_end,
-                len(kept),
+                len(raw_losses),
             )
             return None
-        losses = torch.tensor(kept, dtype=torch.float64)
-        reach = max(len(losses) // 12, 1)
-        smooth = avg_pool1d(losses[None], 2 * reach + 1, 1, reach, count_include_pad=False)[0]
+        losses = torch.tensor(raw_losses, dtype=torch.float64)
+        half_window = max(len(losses) // 12, 1)
+        window = 2 * half_window + 1
+        smooth = avg_pool1d(losses[None], window, 1, half_window, count_include_pad=False)[0]
         lowest = int(smooth.argmin())
         halfway = (losses[: lowest + 1].mean() + smooth[lowest]) / 2
         above = (smooth[: lowest + 1] > halfway).nonzero()
         fallen = int(above[-1]) + 1 if len(above) else 0
-        before, around = losses[:fallen], losses[max(lowest - reach, 0) : lowest + reach + 1]
+        before = losses[:fallen]
+        around = losses[max(lowest - half_window, 0) : lowest + half_window + 1]
         # The losses around the lowest were chosen for being low: their variance is too small.
         if fallen < 2 or before.mean() - around.mean() <= 2 * before.std() * math.sqrt(
             1 / len(before) + 1 / len(around)
@@ -233,7 +235,7 @@ class RangeTest(Callback):
         """Pause the schedulers and find the parameter groups."""
         if module.automatic_optimization:
             trainer.pause_schedulers()
-        self._groups = [group for each in trainer.optimizers for group in each.param_groups]
+        self._groups = [g for optimizer in trainer.optimizers for g in optimizer.param_groups]
         self.scales = self.sweep.scales(self._groups)
 
     def on_train_step_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -264,7 +266,7 @@ class RangeTest(Callback):
         """Log the loss, which is averaged over micro-batches and processes like other metrics."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is None and self._backward:
-            loss = torch.stack([each.reshape(()).double() for each in self._backward]).sum()
+            loss = torch.stack([loss.reshape(()).double() for loss in self._backward]).sum()
         if not isinstance(loss, Tensor):
             raise ValueError(
                 "lr_find found no loss: training_step returned none and called no "

@@ -126,32 +126,33 @@ def _on_host(module: TrainModule) -> Iterator[None]:
         module.to(device)
 
 
-def holders(name: str, *owners: Any) -> list[Any]:
+def attribute_owners(name: str, *owners: Any) -> list[Any]:
     """Return the objects with an attribute of this name, among owners and their ``hparams``."""
-    found: list[Any] = []
+    with_attribute: list[Any] = []
     for owner in owners:
         if owner is None:
             continue
-        kept = isinstance(owner, TrainModule)
-        values = kept_by(owner).values if kept else getattr(owner, "hparams", None)
-        found += [each for each in (owner, values) if each is not None and _has(each, name)]
-    return found
+        is_module = isinstance(owner, TrainModule)
+        values = kept_by(owner).values if is_module else getattr(owner, "hparams", None)
+        candidates = [obj for obj in (owner, values) if obj is not None]
+        with_attribute += [obj for obj in candidates if _has(obj, name)]
+    return with_attribute
 
 
 def _has(owner: Any, name: str) -> bool:
     return name in owner if isinstance(owner, dict) else hasattr(owner, name)
 
 
-def set_all(found: list[Any], name: str, value: Any) -> None:
-    """Set the attribute to this value, wherever `holders` found it."""
-    for owner in found:
+def set_attribute(owners: list[Any], name: str, value: Any) -> None:
+    """Set the attribute to this value, wherever `attribute_owners` found it."""
+    for owner in owners:
         if isinstance(owner, dict):
             owner[name] = value
         else:
             setattr(owner, name, value)
 
 
-def copies(module: TrainModule, data: Any, known: list[Any]) -> tuple[TrainModule, Any]:
+def copy_for_trial(module: TrainModule, data: Any, shared: list[Any]) -> tuple[TrainModule, Any]:
     """Return copies of a module and of the data that it is to be trained on.
 
     The module is copied completely. The data's memory is shared: tensors, arrays and what cannot be
@@ -161,15 +162,15 @@ def copies(module: TrainModule, data: Any, known: list[Any]) -> tuple[TrainModul
         module: The user's.
         data: Loaders and datamodules, in any container. Objects that they share with each other or
             with the module are shared by the copies too.
-        known: Objects that the copies share with the originals.
+        shared: Objects that the copies share with the originals.
 
     Raises:
         TypeError: The module cannot be copied.
         ValueError: Something in the data can be read only once.
     """
-    memo: dict[int, Any] = {id(each): each for each in known}
+    memo: dict[int, Any] = {id(obj): obj for obj in shared}
     try:
-        twin = copy.deepcopy(module, memo)
+        module_copy = copy.deepcopy(module, memo)
     except Exception as error:
         raise TypeError(
             f"A {type(module).__name__} cannot be copied, and trials run on a copy so that they "
@@ -180,28 +181,28 @@ def copies(module: TrainModule, data: Any, known: list[Any]) -> tuple[TrainModul
     pickler = _Pickler(buffer, memo)
     pickler.dump(data)
     buffer.seek(0)
-    return twin, _Unpickler(buffer, pickler.kept).load()
+    return module_copy, _Unpickler(buffer, pickler.shared).load()
 
 
 class _Pickler(pickle.Pickler):
     """Pickles an object, except for the objects that its copy shares with it.
 
     Attributes:
-        kept: The shared objects, in the order of the references to them.
+        shared: The shared objects, in the order of the references to them.
     """
 
     def __init__(self, file: io.BytesIO, memo: dict[int, Any]) -> None:
         super().__init__(file, protocol=5)
         self._memo = memo
-        self.kept: list[Any] = []
+        self.shared: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | None:
         if id(obj) in self._memo:
             obj = self._memo[id(obj)]
         elif type(obj) in _PLAIN or not self._is_shared(obj):
             return None
-        self.kept.append(obj)
-        return len(self.kept) - 1
+        self.shared.append(obj)
+        return len(self.shared) - 1
 
     def _is_shared(self, obj: Any) -> bool:
         if isinstance(obj, _SHARED):
@@ -224,9 +225,9 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Reads what a `_Pickler` of this process has written."""
 
-    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
         super().__init__(file)
-        self._kept = kept
+        self._shared = shared
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._kept[pid]
+        return self._shared[pid]

@@ -15,12 +15,18 @@ from trainer.tuning.batch_size import (
     METHODS,
     BatchSizeSearch,
     Search,
-    Subject,
+    TrialTarget,
     check_effective,
     search_batch_size,
 )
 from trainer.tuning.learning_rate import Groups, LearningRateTest, RangeTest, Sweep
-from trainer.tuning.trial import copies, holders, isolate, make_trial, set_all
+from trainer.tuning.trial import (
+    attribute_owners,
+    copy_for_trial,
+    isolate,
+    make_trial,
+    set_attribute,
+)
 
 logger = module_logger(__name__)
 
@@ -121,7 +127,7 @@ class Tuner:
             groups=groups,
         )
         names = [attr_name] if attr_name else ["lr", "learning_rate"]
-        name = next((each for each in names if holders(each, module)), None)
+        name = next((attr for attr in names if attribute_owners(attr, module)), None)
         if update_attr and name is None:
             raise ValueError(
                 f"update_attr=True, but neither {type(module).__name__} nor its hparams has an "
@@ -133,18 +139,19 @@ class Tuner:
         with isolate(module):
             settings = {"log_every": 1, "limit_val_batches": 0}
             trial = make_trial(trainer, test, sweep.num_training, alone=False, **settings)
-            known = [trainer, trainer.accelerator]
-            twin, (loaders, data) = copies(module, (train_dataloaders, datamodule), known)
+            shared = [trainer, trainer.accelerator]
+            data = (train_dataloaders, datamodule)
+            module_copy, (loaders, datamodule) = copy_for_trial(module, data, shared)
             if weights is not None:
-                load_weights(twin, weights)
-            trial.fit(twin, loaders, datamodule=data)
+                load_weights(module_copy, weights)
+            trial.fit(module_copy, loaders, datamodule=datamodule)
         result = test.result()
         if update_attr and name is not None:
             suggestion = result.suggestion()
             if suggestion is None:
                 logger.warning("%s is left unchanged.", name)
             else:
-                set_all(holders(name, module), name, suggestion)
+                set_attribute(attribute_owners(name, module), name, suggestion)
         return result
 
     def scale_batch_size(
@@ -224,29 +231,31 @@ class Tuner:
         if effective_batch_size is not None:
             check_effective(effective_batch_size, method, module, world_size)
             effective_batch_size = int(effective_batch_size)
-        fits = method == "fit"
-        unused = {"dataloaders": dataloaders} if fits else {"train_dataloaders": train_dataloaders}
-        for name, given in unused.items():
-            if given is not None:
+        is_fit = method == "fit"
+        unused = (
+            {"dataloaders": dataloaders} if is_fit else {"train_dataloaders": train_dataloaders}
+        )
+        for name, value in unused.items():
+            if value is not None:
                 raise ValueError(f"{name} was given, which method={method!r} does not use.")
         steps = self.trainer._context.settings.gradient_accumulation_steps
-        subject = Subject(
+        target = TrialTarget(
             trainer=self.trainer,
             module=module,
-            loaders=train_dataloaders if fits else dataloaders,
+            loaders=train_dataloaders if is_fit else dataloaders,
             val_loaders=val_dataloaders,
             datamodule=datamodule,
             method=method,
             attribute=batch_arg_name,
             accumulates=steps > 1 or effective_batch_size is not None,
         )
-        found = holders(batch_arg_name, module, datamodule)
-        if update_attr and not found:
+        owners = attribute_owners(batch_arg_name, module, datamodule)
+        if update_attr and not owners:
             raise ValueError(f"update_attr=True, but there is no attribute {batch_arg_name!r}.")
-        result = search_batch_size(subject, search, effective=effective_batch_size)
+        result = search_batch_size(target, search, effective=effective_batch_size)
         if update_attr:
-            set_all(found, batch_arg_name, result.batch_size)
-        elif found and self.trainer.accelerator.is_main_process:
+            set_attribute(owners, batch_arg_name, result.batch_size)
+        elif owners and self.trainer.accelerator.is_main_process:
             logger.warning(
                 "The largest %s is %d, and the attribute is left as it is: pass update_attr=True "
                 "to set it.",

@@ -9,7 +9,15 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from trainer.data.batch import completed, concatenate, length, packed, samples_in, take, unpacked
+from trainer.data.batch import (
+    concatenate,
+    insert_tensors,
+    length,
+    pad_batch,
+    samples_in,
+    split_off_tensors,
+    take,
+)
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -40,9 +48,9 @@ def test_take_concatenate_and_completed():
     same(take(whole, 1, 3), batch(1, 2))
     same(take(whole, 3, 9), batch(3, 4))
     same(concatenate([batch(0, 1), batch(2), batch(3, 4)]), whole)
-    same(completed(batch(7), batch(1, 2), 6), batch(7, 1, 2, 1, 2, 1))
-    same(completed(batch(7), batch(1, 2), 3), batch(7, 1, 2))
-    same(completed(batch(7, 8), batch(1), 2), batch(7, 8))
+    same(pad_batch(batch(7), batch(1, 2), 6), batch(7, 1, 2, 1, 2, 1))
+    same(pad_batch(batch(7), batch(1, 2), 3), batch(7, 1, 2))
+    same(pad_batch(batch(7, 8), batch(1), 2), batch(7, 8))
 
 
 def test_columns_without_a_tensor():
@@ -97,9 +105,9 @@ def test_concatenating_batches_that_differ_raises(one, other, text):
 
 def test_packed_and_unpacked():
     whole = batch(0, 1)
-    skeleton, sent = packed(whole)
+    skeleton, sent = split_off_tensors(whole)
     assert not any(isinstance(value, torch.Tensor) for value in skeleton.values())
-    made, received = unpacked(skeleton, None)
+    made, received = insert_tensors(skeleton, None)
     for empty, full in zip(received, sent, strict=True):
         assert (empty.shape, empty.dtype) == (full.shape, full.dtype)
         empty.copy_(full)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.data import inline_pickling
 from trainer.data.epoch_iterator import EpochIterator
-from trainer.data.inline_pickling import LIMIT, sent
+from trainer.data.inline_pickling import LIMIT, pickled_inline
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -26,7 +26,7 @@ def there_and_back(monkeypatch):
     monkeypatch.setattr(inline_pickling, "get_worker_info", lambda: "some")
 
     def travel(batch):
-        return pickle.loads(ForkingPickler.dumps(sent(batch)))
+        return pickle.loads(ForkingPickler.dumps(pickled_inline(batch)))
 
     return travel
 

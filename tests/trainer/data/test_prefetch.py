@@ -17,7 +17,7 @@ from trainer.data import dataloader as loaders
 from trainer.data.dataloader import DataLoaderShard, LoaderSettings
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.data.epoch_iterator import EpochIterator
-from trainer.data.prefetch import Lead, send, streams_for
+from trainer.data.prefetch import RunAheadLimit, send, streams_for
 from trainer.data.sampler import DataShard
 from trainer.loops import device_transfer as moving
 from trainer.tree import to_device
@@ -312,7 +312,7 @@ def test_lead_limits_how_far_the_host_runs_ahead():
         def synchronize(self):
             waited.append(self.number)
 
-    lead = Lead(2)
+    lead = RunAheadLimit(2)
     for number in range(5):
         lead.add(Event(number))
     assert waited == [0, 1, 2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from trainer.accelerate.table import FUNCTION, PLACES, value_of, why_not
-from trainer.migration.modules import Modules
+from trainer.migration.modules import ModuleFinder
 
 
 def _refusal(module: str) -> str | None:
@@ -16,4 +16,4 @@ def _refusal(module: str) -> str | None:
 def install() -> None:
     """Make the modules importable."""
     names = {module: partial(value_of, module) for module in PLACES if module}
-    Modules("trainer.accelerate", names, _refusal, functions=(FUNCTION,)).install()
+    ModuleFinder("trainer.accelerate", names, _refusal, functions=(FUNCTION,)).install()

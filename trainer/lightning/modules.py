@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from trainer.lightning.missing import refusal
-from trainer.migration.modules import Modules
+from trainer.migration.modules import ModuleFinder
 
 _PREFIX = "trainer.lightning."
 _MODULES = {
@@ -68,7 +68,7 @@ def _refusal(name: str) -> str | None:
 def install() -> None:
     """Make the modules importable."""
     names = {name: partial(_value_in, parent) for name, parent in _PARENTS.items()}
-    Modules("trainer.lightning", names, _refusal).install()
+    ModuleFinder("trainer.lightning", names, _refusal).install()
     for name in _MODULES:  # to Python, only a module with a path has others below it
         module = import_module(_PREFIX + name)
         if not hasattr(module, "__path__"):

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 
-class Modules(MetaPathFinder, Loader):
+class ModuleFinder(MetaPathFinder, Loader):
     """Finds and makes modules that have no file, and refuses those that are not here.
 
     Args:
@@ -36,8 +36,8 @@ class Modules(MetaPathFinder, Loader):
 
     def install(self) -> None:
         """Make the modules importable; files and all other finders are asked first."""
-        for each in sys.meta_path:
-            if isinstance(each, Modules) and each.package == self.package:
+        for finder in sys.meta_path:
+            if isinstance(finder, ModuleFinder) and finder.package == self.package:
                 return
         sys.meta_path.append(self)
 
@@ -56,10 +56,10 @@ class Modules(MetaPathFinder, Loader):
         if name == fullname:
             return None
         if name in self._names:
-            below = any(each.startswith(f"{name}.") for each in self._names)
-            return ModuleSpec(fullname, self, is_package=below)
-        if said := self._refusal(name):
-            raise ModuleNotFoundError(said, name=fullname)
+            is_package = any(module.startswith(f"{name}.") for module in self._names)
+            return ModuleSpec(fullname, self, is_package=is_package)
+        if message := self._refusal(name):
+            raise ModuleNotFoundError(message, name=fullname)
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -69,5 +69,5 @@ class Modules(MetaPathFinder, Loader):
         for inner in self._functions:
             above, _, function = inner.rpartition(".")
             if above == name:  # the import of a module sets its name above: import it first
-                found = import_module(f"{self.package}.{inner}")
-                setattr(module, function, getattr(found, function))
+                imported = import_module(f"{self.package}.{inner}")
+                setattr(module, function, getattr(imported, function))

@@ -47,19 +47,20 @@ UNCALLED = {
 # -- arguments of the Trainer ----------------------------------------------------------------------
 
 
-def argument_refusals(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, str]:
+def argument_refusals(arguments: Mapping[str, Any], parameters: Iterable[str]) -> dict[str, str]:
     """Return for each argument that the Trainer does not have a sentence that says what to pass.
 
     Args:
-        given: The arguments with their values, which may be ``...`` if unknown.
-        known: The arguments that it has.
+        arguments: The arguments with their values, which may be ``...`` if unknown.
+        parameters: The arguments that it has.
     """
-    names = sorted(known)
-    refusals = {name: _refusal(name, value, names) for name, value in given.items()}
+    names = sorted(parameters)
+    refusals = {name: _refusal(name, value, names) for name, value in arguments.items()}
     if refusals and not any(refusals.values()):
         refusals[next(reversed(refusals))] = f"; it must be one of {', '.join(map(repr, names))}."
     return {
-        name: f"Trainer has no argument {name!r}{said or '.'}" for name, said in refusals.items()
+        name: f"Trainer has no argument {name!r}{advice or '.'}"
+        for name, advice in refusals.items()
     }
 
 
@@ -68,8 +69,8 @@ def _refusal(name: str, value: Any, names: list[str]) -> str:
     if general := ARGUMENTS.get(name):
         instead = instead_of(name, general, value)
         return f"; {'' if instead.startswith(NOTHING) else 'use '}{instead}."
-    near = get_close_matches(name, names, n=1, cutoff=0.7)
-    return f". Did you mean {near[0]!r}?" if near else ""
+    matches = get_close_matches(name, names, n=1, cutoff=0.7)
+    return f". Did you mean {matches[0]!r}?" if matches else ""
 
 
 # -- hooks -----------------------------------------------------------------------------------------
@@ -83,16 +84,16 @@ def refused_hooks(kind: str, bases: Iterable[type]) -> dict[str, str]:
         bases: The classes that the owner of the hooks inherits from, in method resolution order.
     """
     refused = dict(UNCALLED[kind])
-    for each in reversed(list(bases)):
-        if each.__module__.startswith("callbacks."):
+    for base in reversed(list(bases)):
+        if base.__module__.startswith("callbacks."):
             of_kind = {
                 path.partition(".")[2]: use
                 for path, use in HOOKS_OF_CALLBACKS.items()
-                if path.partition(".")[0] == each.__name__
+                if path.partition(".")[0] == base.__name__
             }
             refused = refused | of_kind
-        if each.__module__.startswith("trainer.lightning."):  # which calls them
-            refused = {name: use for name, use in refused.items() if name not in vars(each)}
+        if base.__module__.startswith("trainer.lightning."):  # which calls them
+            refused = {name: use for name, use in refused.items() if name not in vars(base)}
     return refused
 
 
@@ -105,11 +106,11 @@ def uncalled(owner: object, kind: str) -> list[str]:
     """
     bases = type(owner).__mro__
     refused = refused_hooks(kind, bases)
-    if any(each.__module__.startswith("trainer.lightning.") for each in bases):
+    if any(base.__module__.startswith("trainer.lightning.") for base in bases):
         # Lightning 2 calls none of `HOOKS` either, and the model of a library may have them.
-        others = {name: refused.pop(name) for name in HOOKS if name in refused}
-        for said in uncalled_hooks(owner, kind, {kind: others}, "Its own code may call it."):
-            _warn(said)
+        own_hooks = {name: refused.pop(name) for name in HOOKS if name in refused}
+        for message in uncalled_hooks(owner, kind, {kind: own_hooks}, "Its own code may call it."):
+            _warn(message)
     return uncalled_hooks(owner, kind, {kind: refused})
 
 

@@ -24,12 +24,12 @@ from trainer.migration.table import (
 _FIND_UNUSED = "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
 
 
-def _devices(given: Any) -> str:
+def _devices(value: Any) -> str:
     """In place of a number of devices, or of their indices in a list or between commas."""
-    if isinstance(given, str) and "," in given:
-        given = [each.strip() for each in given.split(",") if each.strip()]
-    indices = isinstance(given, (list, tuple))
-    number = ",".join(map(str, given)) if indices else str(given)
+    if isinstance(value, str) and "," in value:
+        value = [index.strip() for index in value.split(",") if index.strip()]
+    indices = isinstance(value, (list, tuple))
+    number = ",".join(map(str, value)) if indices else str(value)
     if number == ("" if indices else "0"):
         return "cpu=True"
     if number == ("0" if indices else "1"):
@@ -41,18 +41,18 @@ def _devices(given: Any) -> str:
     return f"trainer launch --num_processes {number if number.isdigit() else 'N'} script.py"
 
 
-def _machines(given: Any) -> str:
-    if given == 1:
+def _num_nodes(value: Any) -> str:
+    if value == 1:
         return f"{NOTHING}: one machine is the default"
     return (
-        f"trainer launch --num_machines {_whole(given)} --machine_rank R --main_process_ip HOST "
+        f"trainer launch --num_machines {_integer(value)} --machine_rank R --main_process_ip HOST "
         "--nproc_per_node N script.py on each machine: R counts them from 0, HOST is the first, N "
         "its processes"
     )
 
 
-def _strategy(given: Any) -> str:
-    words = str(given).lower()
+def _strategy(value: Any) -> str:
+    words = str(value).lower()
     if words in ("auto", "single_device"):
         return f"{NOTHING}: the number of processes decides"
     if "fsdp" in words:
@@ -65,39 +65,39 @@ def _strategy(given: Any) -> str:
     return f"trainer launch --num_processes N script.py: several processes train with DDP{unused}"
 
 
-def _precision(given: Any) -> str:
-    words = str(given).lower()
+def _precision(value: Any) -> str:
+    words = str(value).lower()
     if "32" in words:
         return f"{NOTHING}: float32 is the default"
-    new = PRECISIONS.get(words, {"mixed_precision": "bf16' or 'fp16"})
-    return next(f"{name}='{value}'" for name, value in new.items())
+    arguments = PRECISIONS.get(words, {"mixed_precision": "bf16' or 'fp16"})
+    return next(f"{name}='{choice}'" for name, choice in arguments.items())
 
 
-def _every_batches(given: Any) -> str:
+def _every_batches(value: Any) -> str:
     """In place of an interval in batches, in a part of an epoch if a float, or in time."""
-    if isinstance(given, float):
-        return _every_epochs(given)
-    if isinstance(given, (str, timedelta, Mapping)):
+    if isinstance(value, float):
+        return _every_epochs(value)
+    if isinstance(value, (str, timedelta, Mapping)):
         return "val_every='30 minutes' or another time"
     return (
-        f"val_every='{_number(given)} steps', where a step is an update: divide a number of "
+        f"val_every='{_number(value)} steps', where a step is an update: divide a number of "
         "batches by gradient_accumulation_steps"
     )
 
 
-def _every_epochs(given: Any) -> str:
-    if given is None:
+def _every_epochs(value: Any) -> str:
+    if value is None:
         return "an interval such as val_every='500 steps', which counts across epochs"
-    return f"val_every='{_number(given)} epoch{'' if given == 1 else 's'}'"
+    return f"val_every='{_number(value)} epoch{'' if value == 1 else 's'}'"
 
 
-def _every_steps(given: Any) -> str:
+def _every_steps(value: Any) -> str:
     """In place of an interval in updates, or, if it is below 1, in a part of the run."""
-    return f"val_every='{_whole(given)} steps'"
+    return f"val_every='{_integer(value)} steps'"
 
 
-def _evaluates(given: Any) -> str:
-    kind = _kind(given)
+def _eval_strategy(value: Any) -> str:
+    kind = _choice_name(value)
     if kind == "no":
         return "limit_val_batches=0, or fit without a validation loader"
     if kind == "epoch":
@@ -105,8 +105,8 @@ def _evaluates(given: Any) -> str:
     return "val_every='500 steps' or '1 epoch'"
 
 
-def _saves(given: Any) -> str:
-    kind = _kind(given)
+def _save_strategy(value: Any) -> str:
+    kind = _choice_name(value)
     if kind == "no":
         return "checkpointing=False"
     if kind == "epoch":
@@ -114,90 +114,90 @@ def _saves(given: Any) -> str:
     return BEST if kind == "best" else SAVES.format("every=500, save_last=2")
 
 
-def _kind(given: Any) -> str:
+def _choice_name(value: Any) -> str:
     """A choice of Hugging Face's, which may be a member of its enumerations."""
-    return str(getattr(given, "value", given)).lower()
+    return str(getattr(value, "value", value)).lower()
 
 
-def _epochs(given: Any) -> str:
-    if isinstance(given, float) and not given.is_integer():
+def _num_epochs(value: Any) -> str:
+    if isinstance(value, float) and not value.is_integer():
         return "max_steps, which may end within an epoch"
-    return f"max_epochs={_number(given)}" if isinstance(given, float) else "max_epochs"
+    return f"max_epochs={_number(value)}" if isinstance(value, float) else "max_epochs"
 
 
-def _switch(name: str) -> Callable[[Any], str]:
+def _on_by_default(name: str) -> Callable[[Any], str]:
     """In place of a switch that is on by default, as is the argument ``name``."""
 
-    def instead(given: Any) -> str:
-        off = isinstance(given, int) and not given
+    def instead(value: Any) -> str:
+        off = isinstance(value, int) and not value
         return f"{name}=False" if off else f"{NOTHING}: {name}=True is the default"
 
     return instead
 
 
-def _clips(given: Any) -> str:
-    if given == 0:
+def _clip_value(value: Any) -> str:
+    if value == 0:
         return f"{NOTHING}: nothing is clipped by default"
-    value = _number(given)
-    return f"max_grad_norm={value}, or max_grad_value={value} if the algorithm is 'value'"
+    limit = _number(value)
+    return f"max_grad_norm={limit}, or max_grad_value={limit} if the algorithm is 'value'"
 
 
-def _windows(given: Any) -> str:
-    if isinstance(given, Mapping):
-        return f"callbacks=[GradientAccumulationScheduler({dict(given)})]"
+def _accumulation(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"callbacks=[GradientAccumulationScheduler({dict(value)})]"
     return "gradient_accumulation_steps"
 
 
-def _number(given: Any) -> str:
-    return f"{given:.12g}" if isinstance(given, (int, float)) else "N"
+def _number(value: Any) -> str:
+    return f"{value:.12g}" if isinstance(value, (int, float)) else "N"
 
 
-def _whole(given: Any) -> str:
-    count = isinstance(given, (int, float)) and given is not True and given % 1 == 0
-    return _number(given if count else ...)
+def _integer(value: Any) -> str:
+    count = isinstance(value, (int, float)) and value is not True and value % 1 == 0
+    return _number(value if count else ...)
 
 
 BY_VALUE: dict[str, Callable[[Any], str]] = {
-    "accumulate_grad_batches": _windows,
+    "accumulate_grad_batches": _accumulation,
     "check_val_every_n_epoch": _every_epochs,
-    "checkpoint_callback": _switch("checkpointing"),
+    "checkpoint_callback": _on_by_default("checkpointing"),
     "devices": _devices,
     "distributed_backend": _strategy,
-    "enable_autolog_hparams": lambda given: (
+    "enable_autolog_hparams": lambda value: (
         f"{NOTHING}: save_hyperparameters decides"
-        if given
+        if value
         else "save_hyperparameters(logger=False)"
     ),
-    "enable_checkpointing": _switch("checkpointing"),
-    "enable_progress_bar": _switch("progress_bar"),
+    "enable_checkpointing": _on_by_default("checkpointing"),
+    "enable_progress_bar": _on_by_default("progress_bar"),
     "eval_steps": _every_steps,
-    "eval_strategy": _evaluates,
-    "evaluation_strategy": _evaluates,
+    "eval_strategy": _eval_strategy,
+    "evaluation_strategy": _eval_strategy,
     "gpus": _devices,
-    "gradient_clip_algorithm": lambda given: (
-        "max_grad_value" if _kind(given) == "value" else "max_grad_norm"
+    "gradient_clip_algorithm": lambda value: (
+        "max_grad_value" if _choice_name(value) == "value" else "max_grad_norm"
     ),
-    "gradient_clip_val": _clips,
-    "greater_is_better": lambda given: SAVES.format(
-        f"monitor=..., mode={'max' if given else 'min'!r}"
+    "gradient_clip_val": _clip_value,
+    "greater_is_better": lambda value: SAVES.format(
+        f"monitor=..., mode={'max' if value else 'min'!r}"
     ),
-    "num_nodes": _machines,
+    "num_nodes": _num_nodes,
     "num_processes": _devices,
-    "num_train_epochs": _epochs,
+    "num_train_epochs": _num_epochs,
     "precision": _precision,
-    "progress_bar_refresh_rate": _switch("progress_bar"),
-    "save_steps": lambda given: SAVES.format(f"every={_whole(given)}"),
-    "save_strategy": _saves,
-    "save_total_limit": lambda given: SAVES.format(
-        "save_top_k=-1" if given is None else f"save_last={_whole(given)}"
+    "progress_bar_refresh_rate": _on_by_default("progress_bar"),
+    "save_steps": lambda value: SAVES.format(f"every={_integer(value)}"),
+    "save_strategy": _save_strategy,
+    "save_total_limit": lambda value: SAVES.format(
+        "save_top_k=-1" if value is None else f"save_last={_integer(value)}"
     ),
     "strategy": _strategy,
-    "terminate_on_nan": lambda given: (
-        "non_finite='ignore'" if given is False else f"{NOTHING}: non_finite='stop' is the default"
+    "terminate_on_nan": lambda value: (
+        "non_finite='ignore'" if value is False else f"{NOTHING}: non_finite='stop' is the default"
     ),
-    "track_grad_norm": lambda given: (
+    "track_grad_norm": lambda value: (
         f"{NOTHING}: no norm is logged by default"
-        if str(given) == "-1"
+        if str(value) == "-1"
         else "callbacks=[GradientNormMonitor()]"
     ),
     "val_check_interval": _every_batches,
@@ -270,26 +270,26 @@ Arguments = Mapping[str, Any]
 _OBJECT = " An object of trainer.lightning.pytorch.{} is possible too."
 
 
-def _one_of(name: str, given: Any, choices: Iterable[str], further: str = "") -> str | None:
-    return None if given in choices else choice_error(name, given, choices) + further
+def _one_of(name: str, value: Any, choices: Iterable[str], further: str = "") -> str | None:
+    return None if value in choices else choice_error(name, value, choices) + further
 
 
-def wrong_accelerator(given: Arguments) -> str | None:
-    """Whether there is no such kind of device."""
-    name = str(given.get("accelerator", "auto")).lower()
+def wrong_accelerator(arguments: Arguments) -> str | None:
+    """Return the error of an unknown device type; None if it is valid."""
+    name = str(arguments.get("accelerator", "auto")).lower()
     return _one_of("accelerator", name, ("auto", "cpu", "gpu", "cuda", "mps"))
 
 
-def wrong_strategy(given: Arguments) -> str | None:
-    """Whether a name of a strategy does not carry over; an object does or raised an error."""
-    name = given.get("strategy", "auto")
+def wrong_strategy(arguments: Arguments) -> str | None:
+    """Return the error of an unknown strategy name. Strategy objects check themselves."""
+    name = arguments.get("strategy", "auto")
     further = _OBJECT.format("strategies")
     return _one_of("strategy", name, STRATEGIES, further) if isinstance(name, str) else None
 
 
-def wrong_devices(given: Arguments) -> str | None:
-    """Whether a list of devices has none or one twice, or a number is none."""
-    devices = given.get("devices", "auto")
+def wrong_devices(arguments: Arguments) -> str | None:
+    """Return the error of `devices`: an empty list, a repeated device, or not a number."""
+    devices = arguments.get("devices", "auto")
     numbers = device_numbers(devices)
     if numbers is not None:
         fine = numbers and len(set(numbers)) == len(numbers) and all(map(str.isdigit, numbers))
@@ -302,20 +302,20 @@ def wrong_devices(given: Arguments) -> str | None:
 def device_numbers(devices: Any) -> list[str] | None:
     """Return the devices of a list, or between commas; None for a number of devices."""
     if isinstance(devices, str) and "," in devices:
-        devices = [each.strip() for each in devices.split(",") if each.strip()]
+        devices = [device.strip() for device in devices.split(",") if device.strip()]
     several = isinstance(devices, Sequence) and not isinstance(devices, str)
-    return [str(each) for each in devices] if several else None
+    return [str(device) for device in devices] if several else None
 
 
-def wrong_precision(given: Arguments) -> str | None:
-    """Whether there is no such precision."""
-    precision = given.get("precision")
+def wrong_precision(arguments: Arguments) -> str | None:
+    """Return the error of an unknown precision."""
+    precision = arguments.get("precision")
     return None if precision is None else _one_of("precision", str(precision), PRECISIONS)
 
 
-def wrong_profiler(given: Arguments) -> str | None:
-    """Whether a name is that of another profiler."""
-    profiler = given.get("profiler")
+def wrong_profiler(arguments: Arguments) -> str | None:
+    """Return the error of an unknown profiler name."""
+    profiler = arguments.get("profiler")
     if profiler in ("advanced", "xla"):
         use = LIGHTNING_NAMES[f"pytorch.profilers.{_PROFILERS[profiler]}"]
         return f"profiler={profiler!r} is not in Cadence: {use}."
@@ -324,16 +324,17 @@ def wrong_profiler(given: Arguments) -> str | None:
     return _one_of("profiler", profiler, ("simple", "pytorch"), further) if text else None
 
 
-def wrong_clipping(given: Arguments) -> str | None:
-    """Whether there is no such algorithm."""
-    algorithm = given.get("gradient_clip_algorithm") or "norm"
+def wrong_clipping(arguments: Arguments) -> str | None:
+    """Return the error of an unknown clipping algorithm."""
+    algorithm = arguments.get("gradient_clip_algorithm") or "norm"
     return _one_of("gradient_clip_algorithm", algorithm, ("norm", "value"))
 
 
-def wrong_interval(given: Arguments) -> str | None:
-    """Whether an interval of validations does not fit the other arguments that it depends on."""
-    interval, epochs = given.get("val_check_interval"), given.get("check_val_every_n_epoch", 1)
-    windows = given.get("accumulate_grad_batches", 1)
+def wrong_interval(arguments: Arguments) -> str | None:
+    """Return the error of a validation interval that contradicts the arguments it depends on."""
+    interval = arguments.get("val_check_interval")
+    epochs = arguments.get("check_val_every_n_epoch", 1)
+    windows = arguments.get("accumulate_grad_batches", 1)
     if isinstance(interval, str) and not re.fullmatch(r"\d+(:\d+){3}", interval):
         return f"val_check_interval is {interval!r}; a text must be a time as DD:HH:MM:SS."
     if isinstance(interval, (str, timedelta, Mapping)):
@@ -357,12 +358,12 @@ def wrong_interval(given: Arguments) -> str | None:
     return None
 
 
-def wrong_sampler(given: Arguments) -> str | None:
-    """Whether several processes, as far as known, should get their data by the program's code."""
-    devices, nodes = given.get("devices", "auto"), given.get("num_nodes", 1)
+def wrong_sampler(arguments: Arguments) -> str | None:
+    """Return the error of `use_distributed_sampler=False` on several processes."""
+    devices, nodes = arguments.get("devices", "auto"), arguments.get("num_nodes", 1)
     numbers = device_numbers(devices)
     number = str(devices if numbers is None else len(numbers))
-    if given.get("use_distributed_sampler", True) or (nodes == 1 and number == "1"):
+    if arguments.get("use_distributed_sampler", True) or (nodes == 1 and number == "1"):
         return None
     return f"use_distributed_sampler=False has no effect on several processes; {SHARDED_BY_US}."
 
@@ -383,7 +384,7 @@ Each function takes all arguments that were given, by name.
 """
 
 
-def wrong_values(given: Arguments) -> list[str]:
+def wrong_values(arguments: Arguments) -> list[str]:
     """Return a sentence for each value of `trainer.lightning`'s Trainer that it cannot take."""
-    found = (check(given) for check in WRONG_VALUES.values())
-    return [sentence for sentence in found if sentence is not None]
+    messages = (check(arguments) for check in WRONG_VALUES.values())
+    return [message for message in messages if message is not None]

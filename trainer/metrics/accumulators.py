@@ -47,7 +47,7 @@ class MetricAccumulators:
         paths = {id(metric): path for path, metric in objects}
         epochs = {}
         for phase, cells in {**store.epochs, _UPDATE: store.step}.items():
-            outside = [name for name, each in cells.objects.items() if id(each) not in paths]
+            outside = [name for name, metric in cells.objects.items() if id(metric) not in paths]
             if outside:
                 logger.warning(
                     "The metric objects %s are not attributes of the module, so a checkpoint does "
@@ -87,29 +87,29 @@ class MetricAccumulators:
         # The compiled wrapper, not its content.
         objects = dict(reversed([*metric_objects(self._module)]))
         states = defaultdict(list)
-        for part in saved:
-            for phase, of_phase in part["epochs"].items():
+        for rank_state in saved:
+            for phase, of_phase in rank_state["epochs"].items():
                 cells = store.step if phase == _UPDATE else store.epoch(phase)
                 cells.ran.update(of_phase["ran"] if holds else ())
                 for name, fields in of_phase["cells"].items():
                     kind, *_, prog_bar, _ = fields
                     if holds:
-                        _take(cells.cells, name, Cell(*to_device(fields, store.device)))
+                        _merge_cell(cells.cells, name, Cell(*to_device(fields, store.device)))
                     else:
                         cells.cells.setdefault(name, Cell(kind, EMPTY[kind], prog_bar=prog_bar))
-                here = _named(of_phase["objects"], objects)
-                cells.objects.update(here)
-                cells.known.update(here)
+                loaded_objects = _named(of_phase["objects"], objects)
+                cells.objects.update(loaded_objects)
+                cells.known.update(loaded_objects)
             # Checkpoints of earlier releases do not have "stepwise".
-            store.stepwise.update(_named(part.get("stepwise", {}), objects))
-            for path, (count, state) in part["states"].items():
+            store.stepwise.update(_named(rank_state.get("stepwise", {}), objects))
+            for path, (count, state) in rank_state["states"].items():
                 if path in objects:
                     states[path].append((count, to_device(state, store.device)))
-        for path, each in states.items():
-            if len(each) > 1:
+        for path, rank_states in states.items():
+            if len(rank_states) > 1:
                 _check_mergeable(path, objects[path])
             if holds:
-                _put_merged(objects[path], each)
+                _put_merged(objects[path], rank_states)
 
 
 def _paths_of(objects: Mapping[str, Any], paths: Mapping[int, str]) -> dict[str, str]:
@@ -152,15 +152,16 @@ def isolated_training_metrics(metrics: MetricStore, module: nn.Module) -> Iterat
     which it is unknown whether training uses them.
     """
     logged = [*metrics.epoch("train").objects.values(), *metrics.step.objects.values()]
-    by_id = {id(each): each for each in [*logged, *metrics.stepwise.values()]}
+    by_id = {id(metric): metric for metric in [*logged, *metrics.stepwise.values()]}
     states = [
         state
-        for each in by_id.values()
-        if hasattr(each, "metric_state")
-        for state in metric_states(each)
+        for metric in by_id.values()
+        if hasattr(metric, "metric_state")
+        for state in metric_states(metric)
     ]
-    own = {id(each): each.update_count for _, each in metric_objects(module) if each.update_count}
-    metrics.held = dict.fromkeys(by_id, -1) | own
+    counts = {id(metric): metric.update_count for _, metric in metric_objects(module)}
+    updated = {key: count for key, count in counts.items() if count}
+    metrics.held = dict.fromkeys(by_id, -1) | updated
     for metric, *_ in states:
         metrics.held.pop(id(metric), None)
         metric.reset()
@@ -178,15 +179,15 @@ def metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, part
 
 
-def _take(cells: dict[str, Cell], name: str, part: Cell) -> None:
-    whole = cells.setdefault(name, part)
-    if whole is part:
+def _merge_cell(cells: dict[str, Cell], name: str, saved: Cell) -> None:
+    cell = cells.setdefault(name, saved)
+    if cell is saved:
         return
-    if part.kind == "mean":
-        whole.total = whole.total + part.total
-        whole.weight += part.weight
+    if saved.kind == "mean":
+        cell.total = cell.total + saved.total
+        cell.weight += saved.weight
     else:
-        whole.add(part.total, part.weight)
+        cell.add(saved.total, saved.weight)
 
 
 def _merges_itself(metric: Any) -> bool:
@@ -194,8 +195,8 @@ def _merges_itself(metric: Any) -> bool:
 
     The method of torchmetrics merges states of one process only, without `dist_reduce_fx`.
     """
-    way: str = type(metric).merge_state.__module__
-    return way != "torchmetrics.metric"
+    defined_in: str = type(metric).merge_state.__module__
+    return defined_in != "torchmetrics.metric"
 
 
 def _check_mergeable(path: str, metric: Any) -> None:
@@ -238,7 +239,7 @@ def _put_merged(metric: Any, states: Sequence[tuple[int, dict[str, Any]]]) -> No
 
 def _merged(parts: Sequence[Any], reduction: Any) -> Any:
     if isinstance(parts[0], list):
-        return [each for part in parts for each in part]
+        return [value for part in parts for value in part]
     if getattr(reduction, "__name__", "") == "dim_zero_cat":  # it does not concatenate a tensor
         return torch.cat(tuple(parts))
     return reduction(torch.stack(tuple(parts)))

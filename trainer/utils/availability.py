@@ -239,8 +239,8 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
         raise ValueError(f"operation is {operation!r}; it must be one of {', '.join(_OPERATIONS)}.")
     # torch.__version__ is a str, too, but a version.
     package = type(library_or_version) is str
-    found = metadata.version(str(library_or_version)) if package else str(library_or_version)
-    return bool(_OPERATIONS[operation](TorchVersion(found), TorchVersion(requirement_version)))
+    installed = metadata.version(str(library_or_version)) if package else str(library_or_version)
+    return bool(_OPERATIONS[operation](TorchVersion(installed), TorchVersion(requirement_version)))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -250,8 +250,8 @@ def is_torch_version(operation: str, version: str) -> bool:
         ValueError: The operation is not one of ``> >= == != <= <``.
     """
     # Drop the local version after "+", which describes the build.
-    found = TorchVersion(torch.__version__.partition("+")[0])
-    return compare_versions(found, operation, version)
+    release = TorchVersion(torch.__version__.partition("+")[0])
+    return compare_versions(release, operation, version)
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -273,14 +273,14 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
     """Return an environment variable; `default` if it is not set."""
-    found = environment.read(key)
-    return str(default) if found is None else found
+    value = environment.read(key)
+    return str(default) if value is None else value
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     """Return the first of these variables that is an integer from 0 on, else `default`."""
-    found = (environment.read_int(key) for key in env_keys)
-    return next((value for value in found if value is not None and value >= 0), default)
+    values = (environment.read_int(key) for key in env_keys)
+    return next((value for value in values if value is not None and value >= 0), default)
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

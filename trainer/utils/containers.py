@@ -95,13 +95,13 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
         ValueError: No process has a tensor, or several have.
     """
     state = PartialState()
-    known = gather_object([None if tensor is None else (tensor.shape, tensor.dtype)])
-    owners = [rank for rank, each in enumerate(known) if each is not None]
+    specs = gather_object([None if tensor is None else (tensor.shape, tensor.dtype)])
+    owners = [rank for rank, spec in enumerate(specs) if spec is not None]
     if len(owners) != 1:
         raise ValueError(
             f"copy_tensor_to_devices was given a tensor on the processes {owners}; it must be one."
         )
-    shape, dtype = known[owners[0]]
+    shape, dtype = specs[owners[0]]
     made = torch.empty(shape, dtype=dtype, device=state.device) if tensor is None else tensor
     return broadcast(made, owners[0])  # type: ignore[no-any-return]  # a tensor, as given
 
@@ -127,7 +127,7 @@ def get_data_structure(data: Any) -> Any:
 def initialize_tensors(data_structure: Any) -> Any:
     """Return uninitialised tensors for a result of `get_data_structure`."""
     return recursively_apply(
-        lambda each: torch.empty(each.shape, dtype=each.dtype),
+        lambda info: torch.empty(info.shape, dtype=info.dtype),
         data_structure,
         test_type=is_tensor_information,
     )

@@ -41,14 +41,14 @@ def get_current_device_type() -> tuple[str, str]:
     return device.type, distributed_type(device, 2).value
 
 
-def _nvidia_smi(what: str) -> list[str]:
+def _nvidia_smi(query: str) -> list[str]:
     """Return what the driver says of each GPU, a line each; asking it initialises no device."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise FileNotFoundError("nvidia-smi is not installed, so there is no driver of NVIDIA.")
-    command = [program, f"--query-gpu={what}", "--format=csv,noheader"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    return [line.strip() for line in found.stdout.splitlines() if line.strip()]
+    command = [program, f"--query-gpu={query}", "--format=csv,noheader"]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    return [line.strip() for line in result.stdout.splitlines() if line.strip()]
 
 
 def get_gpu_info() -> tuple[list[str], int]:

@@ -72,13 +72,11 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 def get_model_tp_size(model: nn.Module) -> int | None:
     """Return over how many processes transformers splits a model's layers; None if it does not."""
-    own = getattr(model, "tp_size", None)
-    if own is not None:
-        return int(own)
-    config = getattr(getattr(model, "config", None), "distributed_config", None)
-    size = (
-        config.get("tp_size") if isinstance(config, Mapping) else getattr(config, "tp_size", None)
-    )
+    size = getattr(model, "tp_size", None)
+    if size is None:
+        config = getattr(getattr(model, "config", None), "distributed_config", None)
+        is_dict = isinstance(config, Mapping)
+        size = config.get("tp_size") if is_dict else getattr(config, "tp_size", None)
     return None if size is None else int(size)
 
 
@@ -111,11 +109,11 @@ def get_pretty_name(obj: Any) -> str:
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return contiguous tensors, of those that share memory the first one only."""
-    others = {name: value for name, value in state_dict.items() if not isinstance(value, Tensor)}
-    kept, tied = separate_tied({n: v for n, v in state_dict.items() if n not in others})
+    non_tensors = {n: value for n, value in state_dict.items() if not isinstance(value, Tensor)}
+    tensors, tied = separate_tied({n: v for n, v in state_dict.items() if n not in non_tensors})
     if tied:
         logger.warning("Left out %s, which share memory with other names.", ", ".join(sorted(tied)))
-    return {name: tensor.contiguous() for name, tensor in kept.items()} | others
+    return {name: tensor.contiguous() for name, tensor in tensors.items()} | non_tensors
 
 
 def get_parameters_from_modules(
@@ -131,8 +129,8 @@ def get_parameters_from_modules(
     """
     if isinstance(modules, str):
         named = model.named_modules()
-        modules = [each.to(device) for name, each in named if re.fullmatch(modules, name)]
-    return {parameter for each in modules or () for parameter in each.parameters()}
+        modules = [module.to(device) for name, module in named if re.fullmatch(modules, name)]
+    return {parameter for module in modules or () for parameter in module.parameters()}
 
 
 def ensure_weights_retied(
@@ -148,13 +146,13 @@ def ensure_weights_retied(
     del device
     names = getattr(model, "_tied_weights_keys", None) or ()
     tied = {id(model.get_parameter(name)) for name in names}
-    made: dict[int, nn.Parameter] = {}
+    retied: dict[int, nn.Parameter] = {}
 
     def initialise(module: nn.Module) -> Any:
         before = {n: id(p) for n, p in module.named_parameters(recurse=False) if id(p) in tied}
         result = param_init_fn(module)
         for name, key in before.items():
-            setattr(module, name, made.setdefault(key, getattr(module, name)))
+            setattr(module, name, retied.setdefault(key, getattr(module, name)))
         return result
 
     return initialise if tied else param_init_fn

@@ -106,12 +106,12 @@ def fsdp2_load_full_state_dict(
         KeyError: Rank 0 lacks a name of the model.
     """
     del cpu_offload
-    for name, own in bare_names(model, model.state_dict(keep_vars=True).items()):
-        whole = torch.empty(own.shape, dtype=own.dtype, device=accelerator.device)
+    for name, shard in bare_names(model, model.state_dict(keep_vars=True).items()):
+        full = torch.empty(shard.shape, dtype=shard.dtype, device=accelerator.device)
         if accelerator.is_main_process:
-            whole.copy_(full_sd[name])
-        broadcast(whole)
-        fill_(own, whole)
+            full.copy_(full_sd[name])
+        broadcast(full)
+        fill_(shard, full)
 
 
 def save_fsdp_model(
@@ -139,10 +139,11 @@ def save_fsdp_model(
     if not (adapter_only and is_peft_model(model)):
         accelerator.save_model(model, folder)
         return
-    trained = {name for name, p in bare_names(model, model.named_parameters()) if p.requires_grad}
+    parameters = bare_names(model, model.named_parameters())
+    trained_names = {name for name, p in parameters if p.requires_grad}
     state = accelerator.get_state_dict(model)
-    kept = {name: value for name, value in state.items() if name in trained}
-    _save_on_main(kept, folder / WEIGHTS_NAME, safe_serialization=True)
+    trained_state = {name: value for name, value in state.items() if name in trained_names}
+    _save_on_main(trained_state, folder / WEIGHTS_NAME, safe_serialization=True)
 
 
 def load_fsdp_model(
@@ -163,12 +164,12 @@ def load_fsdp_model(
         CheckpointError: The model and the files have different names or shapes.
     """
     del fsdp_plugin, use_dcp, accelerator
-    here = model.state_dict(keep_vars=True)
+    targets = model.state_dict(keep_vars=True)
     if adapter_only and is_peft_model(model):
-        here = {name: own for name, own in here.items() if own.requires_grad}
+        targets = {name: tensor for name, tensor in targets.items() if tensor.requires_grad}
     folder = _model_folder(input_dir, model_index)
     weights = dict(chain.from_iterable(map(read_each, find_weight_files(folder))))
-    load_into(model, weights, where=folder, here=here)
+    load_into(model, weights, where=folder, here=targets)
 
 
 def save_fsdp_optimizer(

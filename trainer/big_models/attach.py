@@ -72,10 +72,10 @@ def attach_align_device_hook(
         tied_params_map: See `AlignDevicesHook`.
     """
 
-    def is_whole(_: str, part: nn.Module) -> bool:
+    def handles_submodules(_: str, part: nn.Module) -> bool:
         return offload and _is_preloaded(part, preload_module_classes)
 
-    for name, part, block in _walk(module, is_whole):
+    for name, part, block in _walk(module, handles_submodules):
         if not (block or _has_tensors(part, recurse=False)):
             continue
         prefix = ".".join(filter(None, (module_name, name)))
@@ -124,12 +124,12 @@ def attach_align_device_hook_on_blocks(
     def is_away(name: str) -> bool:
         return offloads.get(longest_prefix(name, offloads) or "", False)
 
-    def is_whole(name: str, part: nn.Module) -> bool:
+    def handles_submodules(name: str, part: nn.Module) -> bool:
         full = ".".join(filter(None, (module_name, name)))
         names = (f"{full}.{leaf}".removeprefix(".") for leaf, _ in part.named_parameters())
         return _is_preloaded(part, preload_module_classes) and any(map(is_away, names))
 
-    for name, part, block in _walk(module, is_whole):
+    for name, part, block in _walk(module, handles_submodules):
         full = ".".join(filter(None, (module_name, name)))
         tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
         away = block or any(is_away(f"{full}.{leaf}".removeprefix(".")) for leaf, _ in tensors)
@@ -205,7 +205,7 @@ def _below(weights_map: Mapping[str, Tensor] | None, name: str) -> Mapping[str, 
 
 
 def _walk(
-    module: nn.Module, is_whole: Callable[[str, nn.Module], bool]
+    module: nn.Module, handles_submodules: Callable[[str, nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield a module and its submodules by name, but none below one that is handled whole.
 
@@ -216,7 +216,7 @@ def _walk(
     for name, part in module.named_modules():
         if any(not block or name.startswith(f"{block}.") for block in inside):
             continue
-        if is_block := is_whole(name, part):
+        if is_block := handles_submodules(name, part):
             inside.append(name)
         yield name, part, is_block
 

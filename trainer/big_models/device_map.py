@@ -319,7 +319,7 @@ def infer_auto_device_map(
         fallback_allocation: Whether, before a device stays empty, a later module that fits it is
             looked for.
     """
-    plan = _Plan(
+    plan = _DeviceMapBuilder(
         model,
         get_max_memory(max_memory),
         _classes(no_split_module_classes),
@@ -334,7 +334,7 @@ def infer_auto_device_map(
     return clean_device_map(device_map) if clean_result else device_map
 
 
-class _Plan:
+class _DeviceMapBuilder:
     """One run of `infer_auto_device_map`.
 
     Attributes:
@@ -355,7 +355,7 @@ class _Plan:
         self._sizes, self._unsplit = sizes, unsplit
         self._limits, self._verbose, self._fallback = limits, verbose, fallback
         self._ties = find_tied_parameters(model)
-        self._left_out = non_persistent_buffers(model)
+        self._non_persistent = non_persistent_buffers(model)
         self._order = [*(device for device in limits if device != "disk"), "disk"]
         accelerators = [device for device in self._order if device not in HOSTS]
         self._keeps_room = {*accelerators[:1], *(() if "mps" in accelerators else ("cpu",))}
@@ -455,7 +455,7 @@ class _Plan:
             *module.named_buffers(recurse=False),
         ]
         named = [(f"{name}.{leaf}".removeprefix("."), part) for leaf, part in tensors]
-        return [(full, part) for full, part in named if full not in self._left_out]
+        return [(full, part) for full, part in named if full not in self._non_persistent]
 
     def _bring_forward(self, device: int | str) -> bool:
         """Put the first module that fits on an empty device before all others."""

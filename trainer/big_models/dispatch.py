@@ -18,7 +18,7 @@ from trainer.big_models.attach import (
 )
 from trainer.big_models.device_map import HOSTS, check_device_map
 from trainer.big_models.hooks import (
-    GUARDED,
+    MOVE_METHODS,
     AlignDevicesHook,
     CpuOffload,
     UserCpuOffloadHook,
@@ -221,7 +221,7 @@ def dispatch_model(
             preload_module_classes=preload_module_classes,
             tied_params_map=tensors.tied,
         )
-        for name in GUARDED:
+        for name in MOVE_METHODS:
             if hasattr(type(model), name):
                 method = functools.partial(_move, model, name)
                 model.__dict__[name] = functools.update_wrapper(method, getattr(type(model), name))

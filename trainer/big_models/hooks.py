@@ -36,7 +36,7 @@ Kwargs = dict[str, Any]
 M = TypeVar("M", bound=nn.Module)
 
 # Attributes that `dispatch_model` sets on a model, removed with its hook.
-GUARDED = ("to", "cpu", "cuda", "xpu", "mtia")
+MOVE_METHODS = ("to", "cpu", "cuda", "xpu", "mtia")
 _ALIGNMENT = 64  # bytes, of torch's own memory on the CPU
 
 
@@ -134,17 +134,17 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
 def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hook: ModelHook = module.__dict__["_hf_hook"]
     try:
-        args, kwargs = _eagerly(hook.pre_forward)(module, *args, **kwargs)
+        args, kwargs = _without_compile(hook.pre_forward)(module, *args, **kwargs)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not hook.no_grad):
             output = module.__dict__["_old_forward"](*args, **kwargs)
     except BaseException:  # such as a lack of memory, after which the caller tries a smaller batch
         for align_hook in align_hooks(module):
             align_hook.offload_weights(module)
         raise
-    return _eagerly(hook.post_forward)(module, output)
+    return _without_compile(hook.post_forward)(module, output)
 
 
-def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that ``torch.compile`` leaves as it is."""
     if not torch.compiler.is_compiling():
         return function  # `disable` would import the compiler, which takes seconds
@@ -179,7 +179,7 @@ def remove_hook_from_module(module: M, recurse: bool = False) -> M:
             del attributes["forward"]
             if part.forward != before:  # it was the instance's own
                 attributes["forward"] = before
-            for name in GUARDED:
+            for name in MOVE_METHODS:
                 attributes.pop(name, None)
     tied: dict[Any, Tensor] = {}
     for part, name, value in offloaded:
@@ -264,7 +264,7 @@ class AlignDevicesHook(ModelHook):
         _flatten(module)
         if self._offloaded:
             save = functools.partial(_add_offloaded, self)
-            load = functools.partial(_refuse_offloaded, self)
+            load = functools.partial(_check_not_loading_offloaded, self)
             owner: Any = module  # torch does not type these
             self._handles = [
                 owner.register_state_dict_post_hook(save),
@@ -327,7 +327,7 @@ class AlignDevicesHook(ModelHook):
                 tied_params_map=tied,
                 clear_cache=False,
             )
-            self._watch(module, name)
+            self._raise_on_gradient_of(module, name)
         _flatten(module)
 
     def offload_weights(self, module: nn.Module) -> None:
@@ -339,12 +339,12 @@ class AlignDevicesHook(ModelHook):
                 self.tied_params_map[address].pop(device, None)
         self._shared = []
 
-    def _watch(self, module: nn.Module, name: str) -> None:
+    def _raise_on_gradient_of(self, module: nn.Module, name: str) -> None:
         """Raise where a gradient reaches an offloaded weight: it would be lost."""
         owner, _, leaf = name.rpartition(".")
         weight: Tensor = getattr(module.get_submodule(owner), leaf)
         if weight.requires_grad and torch.is_grad_enabled():
-            weight.register_hook(functools.partial(_refuse_gradient, name, type(module).__name__))
+            weight.register_hook(functools.partial(_raise_on_gradient, name, type(module).__name__))
 
     def _values(self) -> Mapping[str, Tensor]:
         assert self.weights_map is not None  # set by init_hook
@@ -400,7 +400,7 @@ def _add_offloaded(
             state[prefix + name] = value.detach() if value.requires_grad else value
 
 
-def _refuse_offloaded(
+def _check_not_loading_offloaded(
     hook: AlignDevicesHook, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
 ) -> None:
     del module, rest
@@ -411,7 +411,7 @@ def _refuse_offloaded(
         )
 
 
-def _refuse_gradient(name: str, owner: str, gradient: Tensor) -> None:
+def _raise_on_gradient(name: str, owner: str, gradient: Tensor) -> None:
     del gradient
     raise RuntimeError(
         f"A gradient reached the weight {name!r} of {owner}, which is offloaded and cannot be "

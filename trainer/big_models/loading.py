@@ -285,7 +285,7 @@ class Placement:
             for name, (source, stored) in own_names(model, _sources(file)).items():
                 # For set_extra_state, and for modules whose load hooks rename keys.
                 if not isinstance(self.here.get(name), Tensor):
-                    part[name] = as_given(name, _own(source))
+                    part[name] = as_given(name, _materialized(source))
                 elif (key := id(self.here[name])) not in made:
                     made.add(key)
                     value = self.make(names[key], source, file, stored)
@@ -310,7 +310,7 @@ class Placement:
             value = torch.empty(source.shape, dtype=dtype, device="meta")
         else:
             device = torch.device("cpu") if torch.device(device).type == "meta" else device
-            value = _own(source).to(device, dtype)
+            value = _materialized(source).to(device, dtype)
         return as_parameter(value, old) if isinstance(old, nn.Parameter) else value
 
     def device(self, names: list[str]) -> str | torch.device:
@@ -344,7 +344,7 @@ class Placement:
         return any(f".{module}." in f".{name}" for module in self.fp32 for name in names)
 
 
-def _own(source: Tensor | ShardedTensor) -> Tensor:
+def _materialized(source: Tensor | ShardedTensor) -> Tensor:
     """Return a copy of a weight: a view would keep the file memory-mapped."""
     return source.whole() if isinstance(source, ShardedTensor) else source.clone()
 

@@ -251,7 +251,7 @@ class PipelineParallel:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BatchSpec:
     """What all processes know of a batch: its tensors are on the meta device, without rows."""
 
     rows: int
@@ -331,7 +331,7 @@ class _Stages:
             *model.named_buffers(remove_duplicate=False),
         ]
         self._tensors: dict[str, Tensor] = dict(named)
-        self._own: dict[int, Tensor] = {}  # the stage's tensors on the device, by the model's id
+        self._stage_tensors: dict[int, Tensor] = {}  # on the device, by the id in the model
         self._stages_of: dict[int, set[int]] = {}  # which use a tensor, by its id
         self.split_points = _check_split_points(
             model, split_points, no_split_module_classes, state.num_processes
@@ -342,7 +342,7 @@ class _Stages:
         check_pipelining()
         args, kwargs = send_to_device((example_args, example_kwargs or {}), "cpu")
         rows = required_batch_size((args, kwargs))
-        plan = _plan(rows, args, kwargs, None, model.training)
+        plan = _batch_spec(rows, args, kwargs, None, model.training)
         self._prepare(plan, rows, "output" if loss is None else "gradient")
 
     def check_trainable(self) -> None:
@@ -372,15 +372,15 @@ class _Stages:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this process, under their names in the whole model."""
         for name, parameter in self._model.named_parameters():
-            stage_parameter = parameter if self._last == 0 else self._own.get(id(parameter))
-            if isinstance(stage_parameter, nn.Parameter):
-                yield name, stage_parameter
+            tensor = parameter if self._last == 0 else self._stage_tensors.get(id(parameter))
+            if isinstance(tensor, nn.Parameter):
+                yield name, tensor
 
     def weights(self) -> dict[str, Tensor]:
         """Return the entries of the model's state dict that this process saves."""
         weights = self._model.state_dict(keep_vars=True)
         return {
-            name: self._own.get(id(tensor), tensor)
+            name: self._stage_tensors.get(id(tensor), tensor)
             for name, tensor in weights.items()
             if min(self._stages_of.get(id(tensor), {0})) == self._rank
         }
@@ -392,10 +392,10 @@ class _Stages:
         if self._last == 0:
             args, kwargs = send_to_device((args, kwargs), self._device)
             return self._model(*args, **kwargs)
-        plan = self._announce(args, kwargs, None)
+        plan = self._broadcast_spec(args, kwargs, None)
         size = -(-plan.rows // self._number)
         schedule, rebuild = self._prepare(plan, size, "output")
-        args, kwargs = self._filled(args, kwargs, plan.rows, size)
+        args, kwargs = self._pad_inputs(args, kwargs, plan.rows, size)
         output = schedule.eval(*args, **kwargs)
         exchange(self._error, "pipeline")
         if self._rank < self._last:
@@ -408,11 +408,11 @@ class _Stages:
         assert loss is not None
         if self._last == 0:
             return self._run_alone(loss, args, kwargs, target, backward=backward)
-        plan = self._announce(args, kwargs, target)
+        plan = self._broadcast_spec(args, kwargs, target)
         size = -(-plan.rows // self._number)
         schedule, loss.rebuild = self._prepare(plan, size, "gradient" if backward else "loss")
-        args, kwargs = self._filled(args, kwargs, plan.rows, size)
-        target = self._sent(plan.target, plan.rows, target)
+        args, kwargs = self._pad_inputs(args, kwargs, plan.rows, size)
+        target = self._send_target(plan.target, plan.rows, target)
         losses: list[Tensor] | None = None
         numbers = None
         if self._rank == self._last:
@@ -426,7 +426,7 @@ class _Stages:
         exchange(self._error, "pipeline")
         total = torch.zeros((), device=self._device)
         if losses:
-            total += torch.stack([each.detach().float() for each in losses]).sum()
+            total += torch.stack([loss.detach().float() for loss in losses]).sum()
         transport.send(total, self._last)
         return total
 
@@ -448,7 +448,7 @@ class _Stages:
             total += value.detach().float()
         return total
 
-    def _announce(self, args: Any, kwargs: Any, target: Any) -> _Plan:
+    def _broadcast_spec(self, args: Any, kwargs: Any, target: Any) -> _BatchSpec:
         """Return the plan of rank 0's batch; collective. An error of rank 0 is raised on all."""
         if torch.is_autocast_enabled(self._device.type):
             raise ValueError(
@@ -456,11 +456,11 @@ class _Stages:
                 "model instead: model.to(torch.bfloat16)."
             )
         self._error = None
-        plan: _Plan | Exception | None = None
+        plan: _BatchSpec | Exception | None = None
         if self._rank == 0:
             try:
                 rows = _check_rows(args, kwargs, target)
-                plan = _plan(rows, args, kwargs, target, self._model.training)
+                plan = _batch_spec(rows, args, kwargs, target, self._model.training)
             except (TypeError, ValueError) as error:
                 plan = error
         plan = broadcast_object(plan)
@@ -469,7 +469,7 @@ class _Stages:
         assert plan is not None
         return plan
 
-    def _filled(self, args: Any, kwargs: Any, rows: int, size: int) -> tuple[Any, Any]:
+    def _pad_inputs(self, args: Any, kwargs: Any, rows: int, size: int) -> tuple[Any, Any]:
         """Return rank 0's inputs with the last row repeated to fill all micro-batches."""
         if self._rank > 0:
             return (), {}
@@ -486,7 +486,7 @@ class _Stages:
         filled: tuple[Any, Any] = map_tree(fill, (args, kwargs))
         return filled
 
-    def _sent(self, shapes: Any, rows: int, target: Any) -> Any:
+    def _send_target(self, shapes: Any, rows: int, target: Any) -> Any:
         """Return rank 0's target on every process."""
         if self._rank == 0:
             target = send_to_device(target, self._device)
@@ -499,7 +499,7 @@ class _Stages:
 
     # -- tracing ---------------------------------------------------------------------------------
 
-    def _prepare(self, plan: _Plan, size: int, operation: str) -> Any:
+    def _prepare(self, plan: _BatchSpec, size: int, operation: str) -> Any:
         """Return the schedule for micro-batches of `size` rows, made when it is first needed.
 
         Args:
@@ -516,7 +516,7 @@ class _Stages:
             self._schedules[key] = self._trace(plan, size, operation)
         return self._schedules[key]
 
-    def _trace(self, plan: _Plan, size: int, operation: str) -> Any:
+    def _trace(self, plan: _BatchSpec, size: int, operation: str) -> Any:
         from torch.distributed import pipelining
 
         def split(*_: Any) -> None:
@@ -552,20 +552,20 @@ class _Stages:
                 if name in self._tensors:
                     self._stages_of.setdefault(id(self._tensors[name]), set()).add(index)
         stage_module = pipe.get_stage_module(self._rank)
-        self._put_own_tensors(stage_module)
+        self._place_tensors(stage_module)
         _send_contiguous(stage_module)
-        vars(stage_module)["forward"] = self._or_zeros(
+        vars(stage_module)["forward"] = self._zeros_after_error(
             stage_module.forward, partial(_zero_outputs, stage_module)
         )
         stage = pipe.build_stage(self._rank, self._device)
         kind = getattr(
             pipelining, _SCHEDULES[self._schedule if operation == "gradient" else "GPipe"]
         )
-        loss = None if operation == "output" else self._or_zeros(self._loss, _zeros)
-        rebuild = partial(_rebuilt, skeleton, places)
+        loss = None if operation == "output" else self._zeros_after_error(self._loss, _zeros)
+        rebuild = partial(_rebuild_output, skeleton, places)
         return kind(stage, self._number, loss_fn=loss, scale_grads=False), rebuild
 
-    def _or_zeros(self, function: Any, zeros: Callable[[], Any]) -> Callable[..., Any]:
+    def _zeros_after_error(self, function: Any, zeros: Callable[[], Any]) -> Callable[..., Any]:
         """Let a function return zeros after an error: the other stages wait for what it returns."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -594,21 +594,21 @@ class _Stages:
         (output,) = pipe.split_gm.graph.find_nodes(op="output")
         return [_place(node) for node in leaves(output.args)]
 
-    def _put_own_tensors(self, part: nn.Module) -> None:
+    def _place_tensors(self, part: nn.Module) -> None:
         """Put the parameters and buffers of this process, on its device, into a traced stage."""
         for place, _ in [*part.named_parameters(), *part.named_buffers()]:
             if place not in self._tensors:
                 continue  # a constant of the graph
             tensor = self._tensors[place]
-            if id(tensor) not in self._own:
+            if id(tensor) not in self._stage_tensors:
                 placed = tensor
                 if tensor.device != self._device:
                     placed = tensor.detach().to(self._device)
                     if isinstance(tensor, nn.Parameter):
                         placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
-                self._own[id(tensor)] = placed
+                self._stage_tensors[id(tensor)] = placed
             parent, _, name = place.rpartition(".")
-            setattr(part.get_submodule(parent), name, self._own[id(tensor)])
+            setattr(part.get_submodule(parent), name, self._stage_tensors[id(tensor)])
 
 
 def _place(value: Any) -> int:
@@ -694,19 +694,19 @@ def _zeros(like: Tensor | None = None) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device, requires_grad=trained)
 
 
-def _rebuilt(skeleton: Any, places: list[int], output: Sequence[Tensor]) -> Any:
+def _rebuild_output(skeleton: Any, places: list[int], output: Sequence[Tensor]) -> Any:
     values = iter([output[place] for place in places])
     return map_tree(lambda leaf: next(values) if leaf is _TENSOR else leaf, skeleton)
 
 
-def _plan(rows: int, args: Any, kwargs: Any, target: Any, training: bool) -> _Plan:
+def _batch_spec(rows: int, args: Any, kwargs: Any, target: Any, training: bool) -> _BatchSpec:
     def shape(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.new_empty((0, *leaf.shape[1:]), device="meta", requires_grad=False)
         return leaf
 
     args, kwargs, target = map_tree(shape, (args, kwargs, target))
-    return _Plan(rows, args, kwargs, target, training)
+    return _BatchSpec(rows, args, kwargs, target, training)
 
 
 def _empty(shapes: Any, rows: int, device: torch.device) -> Any:
@@ -788,14 +788,14 @@ def choose_split_points(
     begins = [0, *accumulate(size for _, size in parts)]
     chosen: list[int] = [0]
     for stage in range(1, stages):
-        left = range(chosen[-1] + 1, len(parts) - (stages - stage) + 1)
-        if not left:
+        candidates = range(chosen[-1] + 1, len(parts) - (stages - stage) + 1)
+        if not candidates:
             raise ValueError(
                 f"split_points='auto' finds {len(parts)} modules in {type(model).__name__} to "
                 f"distribute over {stages} processes. Start fewer, or name split_points."
             )
-        chosen.append(min(left, key=lambda at: abs(begins[at] - stage * begins[-1] / stages)))
-    return [parts[at][0] for at in chosen[1:]]
+        chosen.append(min(candidates, key=lambda i: abs(begins[i] - stage * begins[-1] / stages)))
+    return [parts[i][0] for i in chosen[1:]]
 
 
 def _bytes(module: nn.Module) -> int:

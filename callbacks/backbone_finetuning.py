@@ -251,6 +251,11 @@ class BackboneFinetuning(BaseFinetuning):
         check_positive(**given(backbone_initial_lr=backbone_initial_lr))
         if not callable(lambda_func):  # it is called epochs later
             raise TypeError(f"lambda_func is {lambda_func!r}; it must be a function of the epoch.")
+        if not backbone:
+            raise ValueError(
+                f"backbone is {backbone!r}, which is the whole module, head included; name the "
+                "submodule to freeze, such as 'backbone' or 'model.encoder'."
+            )
         self.unfreeze_backbone_at_epoch = int(unfreeze_backbone_at_epoch)
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
@@ -284,7 +289,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     def freeze_before_training(self, module: TrainModule) -> None:
         """Freeze the backbone."""
-        self.freeze(self._part(module), train_bn=self.train_bn)
+        self.freeze(self._backbone(module), train_bn=self.train_bn)
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
@@ -302,17 +307,16 @@ class BackboneFinetuning(BaseFinetuning):
         Raises:
             ValueError: An optimizer has parameters of the backbone and others in the same group.
         """
-        part = self._part(module)
-        part_ids = {id(p) for p in part.parameters()}
-        waiting = {
+        backbone_ids = {id(p) for p in self._backbone(module).parameters()}
+        frozen_ids = {
             id(p)
             for name, p in self._parameters()
-            if id(p) in part_ids and self._trainable.get(name, True) and not p.requires_grad
+            if id(p) in backbone_ids and self._trainable.get(name, True) and not p.requires_grad
         }
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 ids = {id(p) for p in group["params"]}
-                if ids & waiting and ids - part_ids:
+                if ids & frozen_ids and ids - backbone_ids:
                     raise ValueError(
                         f"configure_optimizers put parameters of {self.backbone} and others into "
                         "one group. Pass [p for p in self.parameters() if p.requires_grad], or two "
@@ -328,31 +332,31 @@ class BackboneFinetuning(BaseFinetuning):
         if not self._unfrozen:
             lr, groups = self.backbone_initial_lr, len(optimizer.param_groups)
             ratio = self.backbone_initial_ratio_lr if lr is None else _ratio(lr, optimizer)
-            self._unfreeze_and_add(self._part(module), optimizer, ratio)
+            self._unfreeze_and_add(self._backbone(module), optimizer, ratio)
             self._group = groups if len(optimizer.param_groups) > groups else None
             self._fraction, self._unfrozen = ratio, True
         elif self._group is not None:
             factor = self.lambda_func(epoch)
             check_positive(**{f"lambda_func({epoch})": factor})
-            grown = self._fraction * factor
+            fraction = self._fraction * factor
             if self.should_align:
-                grown = min(grown, max(self._fraction, 1.0))
-            self._trainer.scale_learning_rate(optimizer, self._group, grown / self._fraction)
-            self._fraction = grown
+                fraction = min(fraction, max(self._fraction, 1.0))
+            self._trainer.scale_learning_rate(optimizer, self._group, fraction / self._fraction)
+            self._fraction = fraction
         if self.verbose:
             rates = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
             self._trainer.accelerator.print(
                 f"BackboneFinetuning: epoch {epoch}, learning rates {rates}"
             )
 
-    def _part(self, module: TrainModule) -> nn.Module:
+    def _backbone(self, module: TrainModule) -> nn.Module:
         try:
             return module.get_submodule(self.backbone)
         except AttributeError:
-            parts = ", ".join(name for name, _ in module.named_children()) or "none"
+            submodules = ", ".join(name for name, _ in module.named_children()) or "none"
             raise ValueError(
                 f"{type(module).__name__} has no part {self.backbone!r} when fit begins; its parts "
-                f"are {parts}. Create it in __init__, or name another with backbone=..."
+                f"are {submodules}. Create it in __init__, or name another with backbone=..."
             ) from None
 
 

@@ -426,6 +426,11 @@ def test_another_name_of_the_backbone_and_verbose_rates(capsys):
         fit(BackboneFinetuning(1), Nested)
 
 
+def test_the_whole_module_is_no_backbone():
+    with pytest.raises(ValueError, match=r"is '', .* name the submodule to freeze, such as"):
+        BackboneFinetuning(backbone="")
+
+
 def test_a_learning_rate_of_zero_cannot_be_scaled():
     class Still(Net):
         def configure_optimizers(self) -> Any:

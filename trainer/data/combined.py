@@ -19,7 +19,7 @@ from trainer.checks import check_choice
 from trainer.data.iterable import initial_state, stateful_source, user_shard
 from trainer.data.sampler import MODES, JointBatches, joint_length, joint_rounds, length_of
 from trainer.data.seeding import identity_collate
-from trainer.data.tensor_dataset import TensorRows, wrapped
+from trainer.data.tensor_dataset import TensorRows, seeded_dataset
 from trainer.data.workers import has_torch_iteration, reading_kwargs, signal_safe
 from trainer.tree import children, rebuild
 
@@ -186,8 +186,8 @@ class JointData(Dataset[Any]):
         self.datasets = [loader.dataset for loader in loaders]
         self._collate = [loader.collate_fn for loader in loaders]
         self._single = [loader.batch_sampler is None for loader in loaders]
-        rows = [wrapped(loader) for loader in loaders]  # those of a TensorDataset are read at once
-        self._rows = [loader if isinstance(loader, TensorRows) else None for loader in rows]
+        datasets = map(seeded_dataset, loaders)  # of a TensorDataset, whole batches are indexed
+        self._rows = [data if isinstance(data, TensorRows) else None for data in datasets]
         shape = combined.iterables  # without the loaders, which would be sent to workers
         numbers = iter(range(len(loaders)))
         self._join = partial(_join_batches, _with_batches(shape, numbers), combined.mode)

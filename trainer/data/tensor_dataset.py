@@ -19,7 +19,7 @@ from trainer.data.sampler import BatchIndices
 from trainer.data.seeding import SeededDataset
 
 
-def wrapped(loader: Any) -> SeededDataset:
+def seeded_dataset(loader: Any) -> SeededDataset:
     """Return a loader's dataset for reading by a `ShardedSampler`, batches already collated."""
     data = loader.dataset
     while type(data) is Subset:

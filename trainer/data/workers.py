@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer.data.sampler import ShardedSampler
 from trainer.data.seeding import identity_collate
-from trainer.data.tensor_dataset import wrapped
+from trainer.data.tensor_dataset import seeded_dataset
 from trainer.errors import module_logger
 
 logger = module_logger(__name__)
@@ -125,14 +125,14 @@ class SignalSafeWorker:
     stuck.
 
     Args:
-        users: The user's ``worker_init_fn``, called afterwards; None if there is none.
+        user_init: The user's ``worker_init_fn``, called afterwards; None if there is none.
         wrapped: Whether the loader's dataset wraps the user's. ``get_worker_info().dataset`` must
-            then return the user's dataset, because `users` may change it there.
+            then return the user's dataset, because `user_init` may change it there.
     """
 
-    def __init__(self, users: Callable[[int], None] | None, *, wrapped: bool = False) -> None:
-        self.users, self.wrapped = users, wrapped
-        self.collects = True
+    def __init__(self, user_init: Callable[[int], None] | None, *, wrapped: bool = False) -> None:
+        self.user_init, self.wrapped = user_init, wrapped
+        self.gc_enabled = True
         self._interrupted = False
 
     def __call__(self, worker_id: int) -> None:
@@ -141,15 +141,15 @@ class SignalSafeWorker:
         # process group here would wait for threads that exist only there. `SignalSafeLoader` has
         # disabled garbage collection since the fork.
         gc.freeze()
-        if self.collects:
+        if self.gc_enabled:
             gc.enable()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._exit_on_second_signal)
         if self.wrapped:
             info: Any = get_worker_info()
             object.__setattr__(info, "dataset", info.dataset.dataset)  # its __setattr__ raises
-        if self.users is not None:
-            self.users(worker_id)
+        if self.user_init is not None:
+            self.user_init(worker_id)
 
     def _exit_on_second_signal(self, number: int, _: FrameType | None) -> None:
         if self._interrupted:
@@ -167,9 +167,9 @@ class SignalSafeLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         if not self.num_workers:
             return super().__iter__()
-        collects = gc.isenabled()
+        gc_enabled = gc.isenabled()
         if isinstance(self.worker_init_fn, SignalSafeWorker):
-            self.worker_init_fn.collects = collects
+            self.worker_init_fn.gc_enabled = gc_enabled
         context = self.multiprocessing_context
         gc.disable()  # until the workers are forked; see SignalSafeWorker
         try:
@@ -177,7 +177,7 @@ class SignalSafeLoader(DataLoader[Any]):
             batches = super().__iter__()
         finally:
             self.multiprocessing_context = context
-            if collects:
+            if gc_enabled:
                 gc.enable()
         _stop_workers_at_exit(batches)
         return batches
@@ -307,8 +307,8 @@ def loader_kwargs(
     kwargs["worker_init_fn"] = SignalSafeWorker(loader.worker_init_fn)
     if sampler is None:
         return kwargs | batching_kwargs(loader) | {"persistent_workers": False}
-    worker = SignalSafeWorker(loader.worker_init_fn, wrapped=True)
-    kwargs |= {"dataset": wrapped(loader), "collate_fn": identity_collate, "worker_init_fn": worker}
+    kwargs["worker_init_fn"] = SignalSafeWorker(loader.worker_init_fn, wrapped=True)
+    kwargs |= {"dataset": seeded_dataset(loader), "collate_fn": identity_collate}
     return kwargs | batching_kwargs(loader, sampler)
 
 

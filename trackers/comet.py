@@ -8,13 +8,13 @@ from typing import Any
 
 from trackers.base import ServiceTracker, isolate_random_generator
 from trackers.media import (
-    csv_of,
-    existing,
-    finite,
+    finite_values,
     pixels,
     plain,
-    rendered,
+    render_figure,
+    require_path,
     scalars_and_texts,
+    to_csv,
 )
 from trackers.registry import register_tracker
 
@@ -160,7 +160,7 @@ class CometMLTracker(ServiceTracker):
         **kwargs: Any,
     ) -> None:
         """Record a table as CSV, see `GeneralTracker.log_table`; `kwargs` for `log_asset_data`."""
-        text = csv_of(table_name, columns, data, dataframe)
+        text = to_csv(table_name, columns, data, dataframe)
         # Not Comet's log_table, which would upload a file of that name in the working directory.
         options = {"name": f"{table_name}.csv", "step": step, **kwargs}
         self.tracker.log_asset_data(text, **options)
@@ -168,12 +168,13 @@ class CometMLTracker(ServiceTracker):
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record each as a histogram over the steps, see `GeneralTracker.log_histogram`."""
         for name, value in values.items():
-            self.tracker.log_histogram_3d(finite(name, value), name=name, step=step, **kwargs)
+            numbers = finite_values(name, value)
+            self.tracker.log_histogram_3d(numbers, name=name, step=step, **kwargs)
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record each as an image, see `GeneralTracker.log_figure`."""
         for name, value in values.items():
-            self.tracker.log_image(_picture(rendered(value)), name=name, step=step, **kwargs)
+            self.tracker.log_image(_picture(render_figure(value)), name=name, step=step, **kwargs)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Record each as a text with its name, see `GeneralTracker.log_text`."""
@@ -203,7 +204,7 @@ class CometMLTracker(ServiceTracker):
         """
         import comet_ml
 
-        path = existing(path)
+        path = require_path(path)
         if not isinstance(self.tracker, comet_ml.OfflineExperiment):
             artifact = comet_ml.Artifact(name or path.name, kind, **kwargs)
             artifact.add(str(path))
@@ -228,7 +229,7 @@ class CometMLTracker(ServiceTracker):
         Raises:
             FileNotFoundError: there is nothing at the path.
         """
-        path = existing(path)
+        path = require_path(path)
         about = {**({} if step is None else {"step": step}), **kwargs.pop("metadata", {})}
         self.tracker.log_model(name or "model", str(path), metadata=about, **kwargs)
 

@@ -54,13 +54,13 @@ class CSVTracker(GeneralTracker):
     ) -> None:
         self.path = Path(os.path.expanduser(logging_dir)).absolute() / run_name / "metrics.csv"
         self.purge_step = purge_step
-        self._kept: int | None = None  # the same, from `resume`
-        self._anew = False
-        self._shares = True  # whether the last row of the table takes more values of its step
+        self._resume_step: int | None = None  # as `purge_step`, from `resume`
+        self._renames_existing = False
+        self._extends_last_row = True  # values of the last row's step are added to that row
         self._file: io.FileIO | None = None
         self._columns = ["step"]
-        self._last: dict[str, Any] = {}  # the row that values of the same step are added to
-        self._last_at = self._end = 0  # the offsets of its beginning and end, in bytes
+        self._last_row: dict[str, Any] = {}
+        self._last_offset = self._end_offset = 0  # the offsets of its beginning and end, in bytes
 
     @property
     def tracker(self) -> Path:
@@ -73,28 +73,28 @@ class CSVTracker(GeneralTracker):
         Values of an evaluation get their own rows, because the last row may hold values of the same
         step on other data.
         """
-        self._kept = sys.maxsize if step is None else step + 1
-        self._shares = step is not None
+        self._resume_step = sys.maxsize if step is None else step + 1
+        self._extends_last_row = step is not None
 
     def begin_anew(self) -> None:
         """Let `start` rename an existing table without a warning, unless `purge_step` is given."""
-        self._anew = True
+        self._renames_existing = True
 
     def start(self) -> None:
         """Open the table and drop the rows that will be logged again."""
         rows: list[dict[str, Any]] = []
         self._columns = ["step"]  # this object may have written another table
-        purge_step = self._kept if self.purge_step is None else self.purge_step
+        purge_step = self._resume_step if self.purge_step is None else self.purge_step
         with _locked(self.path):
             if self.path.exists():
                 if purge_step is None:
                     self._quarantine()
                 else:
                     rows = [row for row in self._read() if int(row["step"] or 0) < purge_step]
-            self._write_anew(rows, self._columns)
-        if not self._shares:
-            self._last = {}
-        self._kept, self._anew, self._shares = None, False, True
+            self._rewrite(rows, self._columns)
+        if not self._extends_last_row:
+            self._last_row = {}
+        self._resume_step, self._renames_existing, self._extends_last_row = None, False, True
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         """Add values to the row of their step.
@@ -119,8 +119,8 @@ class CSVTracker(GeneralTracker):
         with _locked(self.path):
             # Values written to a deleted file would be lost.
             if not is_at(os.fstat(self._file.fileno()), self.path):
-                self._open_anew()
-            self._add(row, self._file)
+                self._reopen()
+            self._add_row(row, self._file)
         if named != step:
             raise ValueError(
                 f"The value 'step' is {named!r}, but the step is {step}. Log it under another name."
@@ -135,23 +135,24 @@ class CSVTracker(GeneralTracker):
             self._file.close()
             self._file = None
 
-    def _add(self, row: dict[str, Any], file: io.FileIO) -> None:
+    def _add_row(self, row: dict[str, Any], file: io.FileIO) -> None:
         step = row["step"]
-        at = file.seek(0, os.SEEK_END)
+        offset = file.seek(0, os.SEEK_END)
         # Steps are compared as texts, since a resumed run reads its rows as texts. The last row may
         # no longer be at the end, if another process (an evaluation) has added rows.
-        same = step is not None and str(self._last.get("step")) == str(step) and at == self._end
-        merged = {**self._last, **row} if same else row
-        at = self._last_at if same else at
+        is_last = offset == self._end_offset
+        same = step is not None and is_last and str(self._last_row.get("step")) == str(step)
+        merged = {**self._last_row, **row} if same else row
+        offset = self._last_offset if same else offset
         if new := [name for name in merged if name not in self._columns]:
             rows = self._read()
-            self._write_anew([*(rows[:-1] if same else rows), merged], self._columns + new)
+            self._rewrite([*(rows[:-1] if same else rows), merged], self._columns + new)
             return
-        self._write(merged, at, file)
+        self._write_row(merged, offset, file)
 
     def _quarantine(self) -> None:
         renamed = self.path.rename(unused_name(self.path))
-        if not self._anew:
+        if not self._renames_existing:
             _logger.warning(
                 "%s was renamed to %s. To continue a table, pass the first step that is logged "
                 "again as `purge_step`.",
@@ -159,33 +160,33 @@ class CSVTracker(GeneralTracker):
                 renamed.name,
             )
 
-    def _write(self, row: dict[str, Any], at: int, file: io.FileIO) -> None:
-        line = _line(row, self._columns)
-        file.seek(at)
+    def _write_row(self, row: dict[str, Any], offset: int, file: io.FileIO) -> None:
+        line = _csv_line(row, self._columns)
+        file.seek(offset)
         written = file.write(line)
         if written != len(line):  # a full disk: leave no partial row, and restore the old one
-            file.truncate(at)
-            if self._last and at == self._last_at:
-                file.seek(at)
-                file.write(_line(self._last, self._columns))
+            file.truncate(offset)
+            if self._last_row and offset == self._last_offset:
+                file.seek(offset)
+                file.write(_csv_line(self._last_row, self._columns))
             raise OSError(f"{self.path}: only {written} of {len(line)} bytes could be written.")
-        file.truncate(at + len(line))
-        self._last, self._last_at, self._end = row, at, at + len(line)
+        file.truncate(offset + len(line))
+        self._last_row, self._last_offset, self._end_offset = row, offset, offset + len(line)
 
-    def _write_anew(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    def _rewrite(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
         """Replace the table with these rows under these columns."""
-        lines = [_line(row, columns) for row in ({name: name for name in columns}, *rows)]
-        beside = hidden_beside(self.path)
+        lines = [_csv_line(row, columns) for row in ({name: name for name in columns}, *rows)]
+        temporary = hidden_beside(self.path)
         try:
-            beside.write_bytes(b"".join(lines))
+            temporary.write_bytes(b"".join(lines))
             self._close()
-            os.replace(beside, self.path)
+            os.replace(temporary, self.path)
         finally:
-            beside.unlink(missing_ok=True)  # on a full disk
+            temporary.unlink(missing_ok=True)  # on a full disk
         self._file, self._columns = io.FileIO(self.path, "r+", opener=regular), columns
-        self._last = rows[-1] if rows else {}
-        self._end = sum(map(len, lines))
-        self._last_at = self._end - len(lines[-1]) if rows else 0
+        self._last_row = rows[-1] if rows else {}
+        self._end_offset = sum(map(len, lines))
+        self._last_offset = self._end_offset - len(lines[-1]) if rows else 0
 
     def _read(self) -> list[dict[str, Any]]:
         with open(self.path, "rb", opener=regular) as file:
@@ -200,10 +201,10 @@ class CSVTracker(GeneralTracker):
         self._columns = list(table.fieldnames or self._columns)
         return rows
 
-    def _open_anew(self) -> None:
+    def _reopen(self) -> None:
         """Continue with the table that replaced the open one; create it if there is none."""
         if not self.path.exists():
-            self._write_anew([], self._columns)
+            self._rewrite([], self._columns)
             _logger.warning(
                 "The table %s was deleted or moved. A new one has the rows from here on.", self.path
             )
@@ -212,7 +213,7 @@ class CSVTracker(GeneralTracker):
         self._close()
         self._file = other
         self._read()
-        self._last = {}  # it was in the old file, even if the new one has the same length
+        self._last_row = {}  # it was in the old file, even if the new one has the same length
 
 
 @contextlib.contextmanager
@@ -255,7 +256,7 @@ def _warn_without_lock(table: Path, why: str) -> None:
     )
 
 
-def _line(row: dict[str, Any], columns: list[str]) -> bytes:
+def _csv_line(row: dict[str, Any], columns: list[str]) -> bytes:
     text = io.StringIO()
     cells = ["" if row.get(name) is None else row[name] for name in columns]
     csv.writer(text, lineterminator="\n").writerow(cells)

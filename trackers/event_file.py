@@ -60,7 +60,7 @@ class EventFile:
         self._lock = threading.RLock()  # scripts may write from other threads
 
     @property
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Whether the file is still at its path, not deleted, moved or replaced."""
         return is_at(self._identity, self.path)
 
@@ -98,7 +98,7 @@ class EventFile:
         """
         record = _record(event)
         with self._lock:
-            gone = not self.is_there
+            gone = not self.exists
             if gone:
                 self._file.close()
                 self.begin()

@@ -103,7 +103,7 @@ class JsonlTracker(GeneralTracker):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()  # the working directory may change
         self._file: io.FileIO | None = None
-        self._lacks = False  # whether the last record could not be written
+        self._last_write_failed = False  # whether the last record could not be written
 
     @property
     def tracker(self) -> Path:
@@ -150,10 +150,10 @@ class JsonlTracker(GeneralTracker):
                 f"The metrics {sorted(clash)} have the names of record fields. Rename them."
             )
         line = dumps({**fields, **values}, default=str).encode() + b"\n"
-        file = self._opened()
-        self._lacks = True
+        file = self._open_file()
+        self._last_write_failed = True
         append_record(file, line)
-        self._lacks = False
+        self._last_write_failed = False
 
     def sync(self) -> int:
         """Sync every record to the disk (fsync).
@@ -166,8 +166,8 @@ class JsonlTracker(GeneralTracker):
             OSError: the disk failed, or the last record could not be written. A retry may still
                 write it, and truncating at this offset would then remove it.
         """
-        os.fsync(self._opened().fileno())
-        if self._lacks:
+        os.fsync(self._open_file().fileno())
+        if self._last_write_failed:
             raise OSError(f"{self.path} lacks the last record, which could not be written.")
         return self.offset
 
@@ -232,7 +232,7 @@ class JsonlTracker(GeneralTracker):
                 self._file.close()
                 self._file = None
 
-    def _opened(self) -> io.FileIO:
+    def _open_file(self) -> io.FileIO:
         if self._file is None:
             raise RuntimeError(f"The record {self.path} is not open. Call `start` first.")
         # Records written to a deleted file would be lost.

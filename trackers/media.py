@@ -45,7 +45,7 @@ def snapshot(value: Any, arrivals: list[Any]) -> Any:
     if hasattr(value, "detach"):
         return _to_host(value.detach(), arrivals)
     if hasattr(value, "set_canvas"):
-        return rendered(value)
+        return render_figure(value)
     if isinstance(value, _HOLDERS) or (is_dataclass(value) and not isinstance(value, type)):
         return copy.copy(value)  # shallow: it may hold a model
     if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
@@ -131,7 +131,7 @@ def scalars_and_texts(
     return numbers, texts, TypeError(f"{text} Use log_images for images.")
 
 
-def existing(path: str | os.PathLike[str]) -> Path:
+def require_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a file or folder to be uploaded.
 
     Raises:
@@ -142,7 +142,7 @@ def existing(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def array_of(value: Any) -> Any:
+def to_numpy(value: Any) -> Any:
     """Return a tensor, array or list as a NumPy array; bfloat16 and 8-bit floats become float32."""
     import numpy as np
 
@@ -185,7 +185,7 @@ def image_bytes(images: Any) -> Any:
 
     if getattr(images, "mode", None) in _MODES:
         images = images.convert("RGBA" if images.has_transparency_data else "RGB")
-    array = array_of(images)
+    array = to_numpy(images)
     if array.dtype.kind in "fb":
         array = (np.nan_to_num(array.astype(np.float64)).clip(0, 1) * 255).round()
     return array.clip(0, 255).astype(np.uint8)
@@ -213,7 +213,7 @@ def pixels(name: str, images: Any) -> list[Any]:
     return list(array) if layout.startswith("N") else [array]
 
 
-def rendered(figure: Any) -> Any:
+def render_figure(figure: Any) -> Any:
     """Draw a matplotlib figure.
 
     Args:
@@ -230,12 +230,12 @@ def rendered(figure: Any) -> Any:
     try:
         canvas: Any = FigureCanvasAgg(figure)  # it replaces the figure's own canvas
         canvas.draw()
-        return array_of(canvas.buffer_rgba())[..., :3].copy()
+        return to_numpy(canvas.buffer_rgba())[..., :3].copy()
     finally:
         figure.set_canvas(former)
 
 
-def finite(name: str, values: Any) -> Any:
+def finite_values(name: str, values: Any) -> Any:
     """Return a histogram's finite values, of shape `(N,)`; warn if non-finite ones are left out.
 
     Raises:
@@ -243,7 +243,7 @@ def finite(name: str, values: Any) -> Any:
     """
     import numpy as np
 
-    array = array_of(values).reshape(-1).astype(np.float64)
+    array = to_numpy(values).reshape(-1).astype(np.float64)
     numbers = array[np.isfinite(array)]
     if not len(numbers):
         raise ValueError(f"The histogram {name!r} has no finite value among {len(array)}.")
@@ -293,7 +293,7 @@ def table_of(
     return list(columns), [[python_number(cell) for cell in row] for row in data]
 
 
-def csv_of(name: str, columns: Sequence[Any] | None, data: Any, dataframe: Any) -> str:
+def to_csv(name: str, columns: Sequence[Any] | None, data: Any, dataframe: Any) -> str:
     """Return a table as the text of a CSV file; see `table_of`."""
     names, rows = table_of(name, columns, data, dataframe)
     text = io.StringIO(newline="")

@@ -11,7 +11,15 @@ from time import time
 from typing import Any
 
 from trackers.base import ServiceTracker, isolate_random_generator
-from trackers.media import csv_of, existing, flatten, pixels, plain, rendered, scalars_and_texts
+from trackers.media import (
+    flatten,
+    pixels,
+    plain,
+    render_figure,
+    require_path,
+    scalars_and_texts,
+    to_csv,
+)
 from trackers.registry import register_tracker
 from trainer import environment
 from trainer.errors import module_logger
@@ -267,7 +275,7 @@ class MLflowTracker(ServiceTracker):
         **kwargs: Any,  # noqa: ARG002  # an interface
     ) -> None:
         """Record a table as a CSV file in ``tables``, see `GeneralTracker.log_table`."""
-        text = csv_of(table_name, columns, data, dataframe)
+        text = to_csv(table_name, columns, data, dataframe)
         self._log_file(text, "tables", table_name, step, "csv")
 
     def log_figure(
@@ -286,11 +294,11 @@ class MLflowTracker(ServiceTracker):
         if not isinstance(values, dict):
             figure = values if figure is None else figure
             path = step if artifact_file is None else artifact_file
-            pixels = rendered(figure)
+            pixels = render_figure(figure)
             self.client.log_image(self.tracker.info.run_id, pixels, artifact_file=path, **kwargs)
             return
         for name, value in values.items():
-            self._log_image(rendered(value), _name(name), step, **kwargs)
+            self._log_image(render_figure(value), _name(name), step, **kwargs)
 
     def log_text(
         self,
@@ -337,7 +345,7 @@ class MLflowTracker(ServiceTracker):
         source = local_path if path is None else path
         if source is None:
             raise TypeError("log_artifact needs path, the file or the folder.")
-        path, run = existing(source), self.tracker.info.run_id
+        path, run = require_path(source), self.tracker.info.run_id
         folder = artifact_path if name is None else name
         if path.is_dir():
             self.client.log_artifacts(run, str(path), path.name if folder is None else folder)

@@ -6,14 +6,14 @@ from typing import Any
 from trackers.base import GeneralTracker
 
 
-class Nothing:
+class NullObject:
     """Null object in place of an SDK's object: false and empty; attributes and calls return it.
 
     A script may then use a run's object on every process, as in `get_tracker("wandb",
     unwrap=True).summary["best"] = 1`. It has an effect only on processes with a run.
     """
 
-    def __getattr__(self, name: str) -> "Nothing":
+    def __getattr__(self, name: str) -> "NullObject":
         # Python protocols, such as copying and conversion to an array, must not find an attribute.
         if name.startswith("__"):
             raise AttributeError(name)
@@ -22,11 +22,11 @@ class Nothing:
     def __setattr__(self, name: str, value: Any) -> None:
         """Do nothing."""
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> "Nothing":
+    def __call__(self, *_args: Any, **_kwargs: Any) -> "NullObject":
         """Do nothing."""
         return self
 
-    def __getitem__(self, key: Any) -> "Nothing":
+    def __getitem__(self, key: Any) -> "NullObject":
         return self
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -35,7 +35,7 @@ class Nothing:
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def __enter__(self) -> "Nothing":
+    def __enter__(self) -> "NullObject":
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -64,11 +64,11 @@ class NullTracker(GeneralTracker):
     @property
     def tracker(self) -> Any:
         """The null object, because there is no run."""
-        return Nothing()
+        return NullObject()
 
     def __getattr__(self, name: str) -> Any:
         """Return the null object for attributes that the replaced tracker may have."""
-        return getattr(Nothing(), name)
+        return getattr(NullObject(), name)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Do nothing."""

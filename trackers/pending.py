@@ -22,7 +22,7 @@ class Call(NamedTuple):
     """A queued call of a tracker.
 
     Attributes:
-        what: the name of the method, for messages.
+        method: the name of the method, for messages.
         function: makes the call, given the tracker.
         record: whether a full queue may drop the call.
         time: the field `time` of the same record in the local record (``metrics.jsonl``), to read
@@ -32,7 +32,7 @@ class Call(NamedTuple):
             that are no records.
     """
 
-    what: str
+    method: str
     function: Callable[[GeneralTracker], Any]
     record: bool = True
     time: float | None = None
@@ -67,7 +67,7 @@ class Pending:
             record costs several times as much as the record itself, also in training time.
 
     Attributes:
-        fills: whether dropped records can be read back from the local record.
+        can_replay: whether dropped records can be read back from the local record.
         lost: the number of dropped records that cannot be read back, or that came after the end.
     """
 
@@ -76,7 +76,7 @@ class Pending:
         self.memory = memory
         self._size = 0  # bytes of all waiting calls
         self._gathering = gathering
-        self.fills = False
+        self.can_replay = False
         self.lost = 0
         self._calls: deque[Call] = deque()
         self._dropped: DroppedRange | None = None
@@ -132,12 +132,12 @@ class Pending:
     def take_submitted(self) -> list[Call]:
         """Remove and return the calls of `submit`, for whose futures callers wait."""
         with self._changed:
-            return self._take_all(lambda call: call.what == "submit")
+            return self._take_all(lambda call: call.method == "submit")
 
     def clear(self) -> list[Call]:
         """Remove and return all calls except the last, `finish`; records are counted as lost."""
         with self._changed:
-            cleared = self._take_all(lambda call: call.what != "finish")
+            cleared = self._take_all(lambda call: call.method != "finish")
             self.lost += sum(call.record for call in cleared)
             self.lost += self._dropped.size if self._dropped else 0
             self._dropped = None
@@ -168,7 +168,7 @@ class Pending:
                 return
 
     def _count_dropped(self, call: Call) -> None:
-        if call.time is None or not self.fills:
+        if call.time is None or not self.can_replay:
             self.lost += 1
         else:
             dropped = self._dropped or DroppedRange(call.time, call.time, 0)

@@ -10,12 +10,12 @@ from trackers.base import ServiceTracker
 from trackers.code import git_commit
 from trackers.jsonl import unused_name
 from trackers.media import (
-    finite,
+    finite_values,
     flatten,
     image_bytes,
     pixels,
     plain,
-    rendered,
+    render_figure,
     scalars_and_texts,
     table_of,
 )
@@ -32,7 +32,7 @@ def _cell(value: Any) -> str:
     return text.replace("|", "\\|").replace("\r\n", "\n").replace("\n", "<br>")
 
 
-def _shown(name: str, value: Any) -> dict[str, Any]:
+def _images_by_name(name: str, value: Any) -> dict[str, Any]:
     """Return the images to write by name; a batch of equal layout is one entry."""
     import numpy as np
 
@@ -88,7 +88,7 @@ class TensorBoardTracker(ServiceTracker):
         self.log_dir = Path(os.path.expanduser(logging_dir)).absolute() / run_name
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
-        self._anew = False
+        self._renames_existing = False
         self._file: Any = None  # set with the writer
         self._success: Any = None
         self._commit = git_commit(".")  # see there why not on the tracker's thread
@@ -105,13 +105,13 @@ class TensorBoardTracker(ServiceTracker):
 
     def begin_anew(self) -> None:
         """Let `start` rename existing event files, unless a `purge_step` is given."""
-        self._anew = self.writer_options["purge_step"] is None
+        self._renames_existing = self.writer_options["purge_step"] is None
 
     def start(self) -> None:
         """Create the folder, the writer and an event file."""
         from trackers.event_file import EventFile, Writer
 
-        anew, self._anew = self._anew, False
+        anew, self._renames_existing = self._renames_existing, False
         if anew:
             _quarantine(self.log_dir)
         options = dict(self.writer_options)
@@ -191,7 +191,7 @@ class TensorBoardTracker(ServiceTracker):
         writer, dataformats = self.tracker, kwargs.get("dataformats")
         for name, value in values.items():
             # Always uint8: torch's writer multiplies other integers by 255.
-            shown = {name: image_bytes(value)} if dataformats else _shown(name, value)
+            shown = {name: image_bytes(value)} if dataformats else _images_by_name(name, value)
             for label, images in shown.items():
                 layout = dataformats or ("HWC" if images.ndim == 3 else "NHWC")
                 add = writer.add_images if "N" in layout else writer.add_image
@@ -214,13 +214,13 @@ class TensorBoardTracker(ServiceTracker):
         """Record histograms, see `GeneralTracker.log_histogram`; `kwargs` for `add_histogram`."""
         writer = self.tracker
         for name, value in values.items():
-            writer.add_histogram(name, finite(name, value), global_step=step, **kwargs)
+            writer.add_histogram(name, finite_values(name, value), global_step=step, **kwargs)
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record figures as images, see `GeneralTracker.log_figure`; `kwargs` for `add_image`."""
         writer, options = self.tracker, {"dataformats": "HWC", **kwargs}
         for name, value in values.items():
-            writer.add_image(name, rendered(value), global_step=step, **options)
+            writer.add_image(name, render_figure(value), global_step=step, **options)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Record texts, which TensorBoard reads as Markdown; `kwargs` for `add_text`."""
@@ -250,7 +250,7 @@ class TensorBoardTracker(ServiceTracker):
             return
         try:
             with contextlib.closing(self._file) as file, contextlib.closing(self.tracker):
-                if file.is_there:  # do not create a new file now
+                if file.exists:  # do not create a new file now
                     self._write_end(self.tracker)
         finally:  # also if the disk fails
             self._opened = self._file = None

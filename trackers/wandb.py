@@ -10,7 +10,7 @@ from datetime import date
 from typing import Any
 
 from trackers.base import ServiceTracker
-from trackers.media import existing, finite, pixels, plain, rendered, table_of
+from trackers.media import finite_values, pixels, plain, render_figure, require_path, table_of
 from trackers.registry import register_tracker
 from trainer.strict_json import python_number
 
@@ -24,39 +24,39 @@ class Rows:
     Later rows are shifted by one until a gap in the steps makes up for it.
 
     Args:
-        begun: the number of rows that the service already has.
+        num_rows: the number of rows that the service already has.
         step: the update from which the run resumes, if it does.
-        reported: the last update that the service reports, if known. The number of rows may be
+        reported_step: the last update that the service reports, if known. The number of rows may be
             larger, since late values also have rows.
-        reached: the row that this program has reached; it may be incomplete.
+        current_row: the row that this program has reached; it may be incomplete.
     """
 
     def __init__(
         self,
-        begun: int = 0,
+        num_rows: int = 0,
         step: int | None = None,
-        reported: int | None = None,
-        reached: int = 0,
+        reported_step: int | None = None,
+        current_row: int = 0,
     ) -> None:
-        self._last = max(begun - 1, reached or -1)
+        self._last = max(num_rows - 1, current_row or -1)
         self._step: int | None = None
         # Steps that a killed run logged after its last checkpoint. Its last row may be incomplete.
-        end = begun - 1 if reported is None else min(begun - 1, reported)
-        self._known = range(0) if step is None else range(step + 1, end)
+        end = num_rows - 1 if reported_step is None else min(num_rows - 1, reported_step)
+        self._logged_steps = range(0) if step is None else range(step + 1, end)
 
-    def row_of(self, step: int | None, reached: int = 0) -> int | None:
+    def row_of(self, step: int | None, current_row: int = 0) -> int | None:
         """Return the row for a record of a step; None if the service already has it.
 
         Args:
             step: The step.
-            reached: The row that the run has reached: the program may log to it, too.
+            current_row: The row that the run has reached: the program may log to it, too.
         """
-        if step in self._known:
+        if step in self._logged_steps:
             return None
         if step is None or step != self._step:
             self._last = max(self._last + 1, step or 0)
             self._step = step
-        self._last = max(self._last, reached)
+        self._last = max(self._last, current_row)
         return self._last
 
 
@@ -67,7 +67,7 @@ def _cell(value: Any) -> Any:
     return value if is_native else plain(value)
 
 
-def _forget_what_failed() -> bool:
+def _reset_service() -> bool:
     """End W&B's service process, which does not reuse the id of a run that failed to start.
 
     Returns:
@@ -110,7 +110,7 @@ class WandBTracker(ServiceTracker):
         self.init_kwargs = kwargs
         self._previous: tuple[str | None, int | None] = (None, None)
         self._new_id: str | None = None  # the id of a run that has not begun yet
-        self._tried = False  # whether `start` failed before
+        self._start_failed = False  # whether `start` failed before
         self._rows = Rows()
 
     @property
@@ -128,7 +128,7 @@ class WandBTracker(ServiceTracker):
         self.run_id = previous
         import wandb
 
-        if self._tried and not _forget_what_failed():
+        if self._start_failed and not _reset_service():
             self._new_id = None
         options = {"project": self.run_name, **self.init_kwargs}
         settings = wandb.setup().settings.model_fields_set  # set by the environment, for example
@@ -144,19 +144,19 @@ class WandBTracker(ServiceTracker):
             self._new_id = self._new_id or secrets.token_hex(4)
             options.setdefault("id", self._new_id)
         self.run_id = options.get("id")
-        self._tried = True
+        self._start_failed = True
         run: Any
         open_run = wandb.run
         joins = open_run is not None and "reinit" not in settings | options.keys()
         self._opened = run = open_run if joins else wandb.init(**options)
         self._joined = run is open_run  # also with reinit="return_previous"
-        self.run_id, self._new_id, self._tried = run.id, None, False
-        reported = self._opened.summary.get("global_step")
+        self.run_id, self._new_id, self._start_failed = run.id, None, False
+        reported_step = self._opened.summary.get("global_step")
         self._rows = Rows(
             run.starting_step,
             step,
-            reported if isinstance(reported, int) else None,
-            reached=run.step if self._joined else 0,
+            reported_step if isinstance(reported_step, int) else None,
+            current_row=run.step if self._joined else 0,
         )
         run.define_metric("global_step", hidden=True)
         run.define_metric("*", step_metric="global_step", step_sync=True)
@@ -201,15 +201,15 @@ class WandBTracker(ServiceTracker):
         """
         import wandb
 
-        def made(name: str, images: Any) -> list[Any]:
+        def to_images(name: str, images: Any) -> list[Any]:
             if isinstance(images, (list, tuple)):
-                return [picture for item in images for picture in made(name, item)]
+                return [picture for item in images for picture in to_images(name, item)]
             if isinstance(images, wandb.Image):
                 return [images]
             pictures = pixels(name, images) if hasattr(images, "shape") else [images]
             return [wandb.Image(picture) for picture in pictures]
 
-        self.log({name: made(name, value) for name, value in values.items()}, step, **kwargs)
+        self.log({name: to_images(name, value) for name, value in values.items()}, step, **kwargs)
 
     def log_table(
         self,
@@ -236,15 +236,15 @@ class WandBTracker(ServiceTracker):
         """Record each as a `wandb.Histogram`, see `GeneralTracker.log_histogram`."""
         import wandb
 
-        made = {name: wandb.Histogram(finite(name, value)) for name, value in values.items()}
-        self.log(made, step, **kwargs)
+        histograms = {n: wandb.Histogram(finite_values(n, value)) for n, value in values.items()}
+        self.log(histograms, step, **kwargs)
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record each as an image, see `GeneralTracker.log_figure`."""
         import wandb
 
-        made = {name: wandb.Image(rendered(value)) for name, value in values.items()}
-        self.log(made, step, **kwargs)
+        images = {name: wandb.Image(render_figure(value)) for name, value in values.items()}
+        self.log(images, step, **kwargs)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Record each as a page of preformatted text, see `GeneralTracker.log_text`."""
@@ -278,7 +278,7 @@ class WandBTracker(ServiceTracker):
         """
         import wandb
 
-        path = existing(path)
+        path = require_path(path)
         name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name)
         artifact = wandb.Artifact(name, type=kind, **kwargs)
         if path.is_dir():

@@ -13,10 +13,10 @@ from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
 _NOT_RETRIED = ("submit", "drain", "finish")  # callers get the error; a run closes once
-_MANY = 5  # failed attempts of a call before the next record is tried ahead of it
-_SURE = 3  # later records that must succeed before a failing call is dropped
-_SILENT = 5.0  # seconds that `finish` waits before a warning
-_LAST = 0.5  # fraction of the time limit reserved for the tracker's own `finish`
+_ATTEMPTS_BEFORE_NEXT = 5  # failed attempts of a call before the next record is tried ahead of it
+_SUCCESSES_BEFORE_DROP = 3  # later records that must succeed before a failing call is dropped
+_WARN_AFTER = 5.0  # seconds that `finish` waits before a warning
+_FINISH_SHARE = 0.5  # fraction of the time limit reserved for the tracker's own `finish`
 # Errors that a retry would raise again. Network errors may be subclasses of these, but are also an
 # OSError, and are retried.
 _PERMANENT = (
@@ -26,13 +26,13 @@ _PERMANENT = (
 _random = random.SystemRandom()  # not the RNG of the training
 
 
-def is_retryable(error: BaseException, what: str) -> bool:
-    """Return whether to retry a call of the method `what` that raised.
+def is_retryable(error: BaseException, method: str) -> bool:
+    """Return whether to retry a call of this method that raised.
 
     A call with an invalid value is not retried. A call that fails because of a network, server or
     disk is retried, and so is one that raises an error class of an SDK.
     """
-    if isinstance(error, FileNotFoundError) and what in ("log_artifact", "log_model"):
+    if isinstance(error, FileNotFoundError) and method in ("log_artifact", "log_model"):
         return False
     if isinstance(error, OSError):
         return error.errno != errno.ENAMETOOLONG
@@ -88,7 +88,7 @@ class Worker:
     def start(self, call: Call, replay: RecordReplay | None) -> None:
         """Start the thread with a call that precedes all waiting ones."""
         self.replay = replay
-        self.pending.fills = replay is not None
+        self.pending.can_replay = replay is not None
         self.thread = threading.Thread(
             target=self._run, args=(call,), name=f"tracker-{self._tracker.name}", daemon=True
         )
@@ -118,7 +118,7 @@ class Worker:
         """Wait for the thread to end within the limit; return True if the tracker hangs."""
         assert self._deadline is not None
         if self.thread is not None:
-            self.thread.join(max(0.0, min(_SILENT, self._deadline - time.monotonic())))
+            self.thread.join(max(0.0, min(_WARN_AFTER, self._deadline - time.monotonic())))
             remaining = self._deadline - time.monotonic()
             if self.thread.is_alive() and remaining > 0:
                 _logger.warning(
@@ -145,28 +145,29 @@ class Worker:
             if isinstance(call, DroppedRange):
                 self._replay(call)
             else:
-                self._make(call)
+                self._call_with_retries(call)
             # An idle thread must not keep the tensors of the last record alive.
             del call
             if self.running == "finish":
                 return
             call = self.pending.take()
 
-    def _make(self, call: Call) -> None:
+    def _call_with_retries(self, call: Call) -> None:
         """Make a call, and retry it while its errors are worth a retry."""
-        self.running = call.what
+        self.running = call.method
         attempt = 0  # since the pauses began to grow
-        failed = passed_over = 0
+        failed = later_successes = 0
         while (error := self._attempt(call)) is not None:
-            if self._refused or call.what in _NOT_RETRIED or not is_retryable(error, call.what):
-                self._refused = self._refused or call.what == "start"
+            if self._refused or call.method in _NOT_RETRIED or not is_retryable(error, call.method):
+                self._refused = self._refused or call.method == "start"
                 return
             attempt, failed = attempt + 1, failed + 1
-            for other in self.pending.take_submitted():
-                self._attempt(other)
-            if failed >= _MANY and call.what != "start" and self._next_passes():
-                attempt, passed_over = 0, passed_over + 1
-                if passed_over == _SURE:
+            for submitted in self.pending.take_submitted():
+                self._attempt(submitted)
+            may_skip = failed >= _ATTEMPTS_BEFORE_NEXT and call.method != "start"
+            if may_skip and self._next_record_succeeds():
+                attempt, later_successes = 0, later_successes + 1
+                if later_successes == _SUCCESSES_BEFORE_DROP:
                     self.pending.count_lost(call.record)
                     return
             if not self._pause(attempt):
@@ -182,24 +183,24 @@ class Worker:
         """Wait before a retry, or until one is requested; return False if it is too late."""
         seconds = pause(max(attempt, 1), *self._pauses)
         if self._deadline is not None and not self._retry_now.is_set():
-            remaining = self._deadline - _LAST * self._limit - time.monotonic()
+            remaining = self._deadline - _FINISH_SHARE * self._limit - time.monotonic()
             if remaining <= 0:
                 return False
             seconds = min(seconds, remaining)
         self._retry_now.wait(seconds)
         return True
 
-    def _next_passes(self) -> bool:
+    def _next_record_succeeds(self) -> bool:
         """Try the next record, and return whether the service accepts it and so is available.
 
         That record is then logged before the failing call, and before some replayed records.
         """
-        other = self.pending.take_record()
-        if other is None:
+        later = self.pending.take_record()
+        if later is None:
             return False
-        error = self._attempt(other)
-        if error is not None and is_retryable(error, other.what):
-            self.pending.put_back(other)
+        error = self._attempt(later)
+        if error is not None and is_retryable(error, later.method):
+            self.pending.put_back(later)
         return error is None
 
     def _replay(self, dropped: DroppedRange) -> None:
@@ -210,7 +211,7 @@ class Worker:
         try:
             with contextlib.closing(self.replay.between(dropped.first, dropped.last)) as records:
                 for values, step in records:
-                    self._make(log_call(values, step))
+                    self._call_with_retries(log_call(values, step))
                     self.pending.count_lost(-1)
                     if self._gave_up:
                         break
@@ -226,7 +227,7 @@ class Worker:
         # Including SystemExit, which some SDKs raise. It would end the thread silently, and callers
         # would wait for their futures forever.
         except BaseException as error:  # noqa: BLE001
-            self._report(call.what, error)
+            self._report(call.method, error)
             if call.future is not None:
                 call.future.set_exception(error)
             return error
@@ -234,14 +235,14 @@ class Worker:
             call.future.set_result(result)
         return None
 
-    def _report(self, what: str, error: BaseException) -> None:
+    def _report(self, method: str, error: BaseException) -> None:
         self.failures += 1
         if self.failures == 1:
             _logger.warning(
                 "The tracker %r failed in `%s`: %r. This does not stop the run; in an outage, "
                 "later records wait. Further failures are only counted.",
                 self._tracker.name,
-                what,
+                method,
                 error,
                 exc_info=error,
             )

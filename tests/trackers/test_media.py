@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from trackers.media import finite, image_layout, pixels, rendered
+from trackers.media import finite_values, image_layout, pixels, render_figure
 
 Figure = pytest.importorskip("matplotlib.figure").Figure
 Image = pytest.importorskip("PIL.Image")
@@ -62,19 +62,19 @@ def test_a_list_is_a_batch_of_images_that_may_differ_in_size():
 def test_a_figure_is_drawn_and_left_as_it_is():
     figure = Figure(figsize=(2, 1), dpi=50, facecolor="red")
     canvas = figure.canvas
-    image = rendered(figure)
+    image = render_figure(figure)
     assert image.shape == (50, 100, 3)
     assert image[0, 0].tolist() == [255, 0, 0]
     assert figure.canvas is canvas
-    assert rendered(image) is image
+    assert render_figure(image) is image
 
 
 def test_histograms_leave_out_what_is_not_finite(caplog):
-    assert finite("h", torch.tensor([[1, 2], [3, 4]])).tolist() == [1, 2, 3, 4]
+    assert finite_values("h", torch.tensor([[1, 2], [3, 4]])).tolist() == [1, 2, 3, 4]
     assert not caplog.messages
-    assert finite("h", np.array([1.0, np.inf, np.nan])).tolist() == [1.0]
+    assert finite_values("h", np.array([1.0, np.inf, np.nan])).tolist() == [1.0]
     assert caplog.messages == [
         "The histogram 'h' leaves out 2 of 3 values, which are NaN or infinite."
     ]
     with pytest.raises(ValueError, match="'h' has no finite value among 1"):
-        finite("h", [np.nan])
+        finite_values("h", [np.nan])

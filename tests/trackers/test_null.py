@@ -3,7 +3,7 @@ import copy
 import pytest
 
 from trackers import NullTracker
-from trackers.null import Nothing
+from trackers.null import NullObject
 
 
 def test_null_tracker_takes_everything():
@@ -42,7 +42,7 @@ def test_calls_of_an_sdk_do_nothing():
 
 
 def test_pythons_own_protocols_do_not_take_it_for_something():
-    assert type(copy.deepcopy(Nothing())) is Nothing
-    assert not hasattr(Nothing(), "__array__")
+    assert type(copy.deepcopy(NullObject())) is NullObject
+    assert not hasattr(NullObject(), "__array__")
     assert not hasattr(NullTracker(), "__len__")
-    assert "no tracker" in repr(Nothing())
+    assert "no tracker" in repr(NullObject())

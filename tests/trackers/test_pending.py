@@ -10,7 +10,7 @@ def record(time):
 
 def filled(times, capacity=2):
     pending = Pending(capacity)
-    pending.fills = True
+    pending.can_replay = True
     for time in times:
         pending.put(record(time))
     return pending
@@ -19,7 +19,7 @@ def filled(times, capacity=2):
 def taken(pending):
     pending.put(Call("finish", print, record=False), last=True)
     found = []
-    while not found or getattr(found[-1], "what", "") != "finish":
+    while not found or getattr(found[-1], "method", "") != "finish":
         found.append(pending.take())
     return [one if isinstance(one, DroppedRange) else one.time for one in found[:-1]]
 
@@ -104,7 +104,7 @@ def test_a_call_that_is_no_record_ends_gathering():
     assert found == []
     pending.put(Call("submit", print, record=False))
     taker.join(30)
-    assert [call.what for call in found] == ["log", "log", "submit"]
+    assert [call.method for call in found] == ["log", "log", "submit"]
 
 
 def test_a_half_full_queue_ends_gathering():

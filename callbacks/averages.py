@@ -31,7 +31,7 @@ class Averages:
             weights are beside them in any case.
 
     Attributes:
-        values: The averages by name. Between `put_in` and `take_out`, an entry with the weight's
+        values: The averages by name. Between `swap_in` and `swap_out`, an entry with the weight's
             own dtype holds the trained weight instead.
         in_place: Whether the module currently holds the averages.
     """
@@ -42,8 +42,8 @@ class Averages:
         self.use_buffers = use_buffers
         self.device = device
         self.values: dict[str, Tensor] = {}
-        self.in_place = False
-        # Tensors that `take_out` restores and that `values` cannot hold.
+        self.swapped_in = False
+        # Tensors that `swap_out` restores and that `values` cannot hold.
         self._trained: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -79,22 +79,23 @@ class Averages:
     ) -> None:
         """Set the averages of ``names`` to ``values``, or else to the module's current weights.
 
-        Names are the user's own, without wrapper prefixes, as in `exact`.
+        Names are the user's own, without wrapper prefixes, as in `full_precision`.
         """
         named = _named(module)
         bare = dict(bare_names(module, zip(named, named, strict=True)))
         self._begin(named, [bare[name] for name in names if name in bare])
         for name, value in values.items():
-            if (here := bare.get(name)) in self.values and value.shape == named[here].shape:
-                fill_(self.values[here], value)
+            key = bare.get(name)
+            if key in self.values and value.shape == named[key].shape:
+                fill_(self.values[key], value)
 
     @torch.no_grad()
-    def put_in(self, module: nn.Module, *, keep_buffers: bool = False) -> None:
+    def swap_in(self, module: nn.Module, *, keep_buffers: bool = False) -> None:
         """Put the averages into the module, one tensor at a time.
 
         Args:
             module: The module.
-            keep_buffers: Save the other buffers too, so that `take_out` restores them.
+            keep_buffers: Save the other buffers too, so that `swap_out` restores them.
         """
         named = self._matched(_named(module))
         if keep_buffers:
@@ -111,23 +112,23 @@ class Averages:
                 average.copy_(trained)
             else:
                 self._trained[name] = trained
-        self.in_place = True
+        self.swapped_in = True
 
     @torch.no_grad()
-    def take_out(self, module: nn.Module) -> None:
+    def swap_out(self, module: nn.Module) -> None:
         """Put the trained weights back."""
         named = self._matched(_named(module))
         for name, average in self.values.items():
             if name not in self._trained:
-                now = named[name].detach().clone()
+                swapped_in = named[name].detach().clone()
                 named[name].copy_(average)
-                average.copy_(now)
+                average.copy_(swapped_in)
         for name, trained in self._trained.items():
             named[name].copy_(trained)
         self._trained = {}
-        self.in_place = False
+        self.swapped_in = False
 
-    def exact(self, module: nn.Module, *, only_narrow: bool = False) -> dict[str, Tensor]:
+    def full_precision(self, module: nn.Module, *, only_narrow: bool = False) -> dict[str, Tensor]:
         """Return the averages in full precision, whether in the module or not.
 
         Args:
@@ -136,26 +137,26 @@ class Averages:
                 weights.
         """
         named = self._matched(_named(module))
-        exact = (
-            (name, named[name].detach() if self.in_place and name not in self._trained else value)
+        full_precision = (
+            (name, named[name].detach() if self.swapped_in and name not in self._trained else value)
             for name, value in self.values.items()
             if not only_narrow or value.dtype != named[name].dtype
         )
-        return dict(bare_names(module, exact))
+        return dict(bare_names(module, full_precision))
 
     def state_dicts(self, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return two ``state_dict()``s: one with the averages, one with the trained weights."""
         names = {id(tensor): name for name, tensor in self._matched(_named(module)).items()}
-        held = module.state_dict(keep_vars=True)
-        here = {key: _detached(value) for key, value in held.items()}
-        other: dict[str, Tensor] = {}  # by name: a tied weight is cast once
-        for tensor in held.values():
+        state = module.state_dict(keep_vars=True)
+        current = {key: _detached(value) for key, value in state.items()}
+        swapped: dict[str, Tensor] = {}  # by name: a tied weight is cast once
+        for tensor in state.values():
             name = names.get(id(tensor))
             value = None if name is None else self._trained.get(name, self.values.get(name))
-            if name is not None and value is not None and name not in other:
-                other[name] = value.to(tensor.dtype)
-        there = {key: other.get(names.get(id(held[key]), ""), here[key]) for key in held}
-        return (here, there) if self.in_place else (there, here)
+            if name is not None and value is not None and name not in swapped:
+                swapped[name] = value.to(tensor.dtype)
+        other = {key: swapped.get(names.get(id(state[key]), ""), current[key]) for key in state}
+        return (current, other) if self.swapped_in else (other, current)
 
     def _begin(self, named: Mapping[str, Tensor], names: Iterable[str]) -> None:
         for name in names:

@@ -96,7 +96,7 @@ class EarlyStopping(MonitorCallback):
         if value is None:
             return
         best, step = self.best_score, trainer.global_step
-        reason = self._judge(value)
+        reason = self._stop_reason(value)
         if self.verbose and self.best_score != best:
             trainer.accelerator.print(f"Step {step}: {self.monitor} improved to {value}.")
         if reason is not None:
@@ -111,7 +111,7 @@ class EarlyStopping(MonitorCallback):
         if self.best_score is None and self.reason is None:
             self._monitor.warn_of_no_value(trainer, type(self).__name__)
 
-    def _judge(self, value: float) -> str | None:
+    def _stop_reason(self, value: float) -> str | None:
         """Count ``value``; return the reason to stop, or None to continue."""
         name, goal, limit = self.monitor, self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(value):

@@ -67,19 +67,19 @@ class GradientNormMonitor(Callback):
         norms = _norms(module.parameters(), trainer.gradient, self.norm_type)
         if not norms:  # an optimizer that updates during backward leaves no gradients
             return
-        values = {"grad_norm": self._together(norms.values())}
+        values = {"grad_norm": self._total_norm(norms.values())}
         for part, members in self._parts(trainer, module).items():
             if part_norms := [norms[id(member)] for member in members if id(member) in norms]:
-                values[f"grad_norm/{part}"] = self._together(part_norms)
+                values[f"grad_norm/{part}"] = self._total_norm(part_norms)
         for name, value in values.items():
             # All processes have the same gradients. Reduce with max, because a mean may round.
             module.log(name, value, on_step=True, on_epoch=False, reduce="max")
 
-    def _together(self, norms: Iterable[Tensor]) -> Tensor:
+    def _total_norm(self, norms: Iterable[Tensor]) -> Tensor:
         """Return the norm of the concatenation of vectors, given the norm of each."""
         first, *others = norms
-        together = torch.stack([first, *(norm.to(first) for norm in others)])
-        norm: Tensor = torch.linalg.vector_norm(together, self.norm_type)
+        stacked = torch.stack([first, *(norm.to(first) for norm in others)])
+        norm: Tensor = torch.linalg.vector_norm(stacked, self.norm_type)
         return norm
 
     def _parts(self, trainer: Trainer, module: TrainModule) -> dict[str, list[Tensor]]:

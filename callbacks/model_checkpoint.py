@@ -258,17 +258,17 @@ class ModelCheckpoint(Callback):
         if trainer.batches_seen == 0 or not self._restored:
             self._scores, self._newest, self._displaced, self._handled = {}, [], [], None
         else:
-            here = _name_at(trainer.global_step)
-            if here not in self._newest and here not in self._scores:
+            current = _name_at(trainer.global_step)
+            if current not in self._newest and current not in self._scores:
                 # Saved when a signal ended the run, only for this start.
-                self._displaced = sorted({*self._displaced, here})
+                self._displaced = sorted({*self._displaced, current})
             self._forget_missing(trainer)
             # The earlier run may have been killed between a commit and the removal of old
             # checkpoints. Never remove the checkpoint from which this run resumes.
             for displaced in self._displaced:
-                if displaced != here and not trainer.fast_dev_run:
+                if displaced != current and not trainer.fast_dev_run:
                     trainer.remove_checkpoint(self._path(displaced))
-            self._displaced = [name for name in self._displaced if name == here]
+            self._displaced = [name for name in self._displaced if name == current]
         self._restored = self._failed = False
         self._before = None
         self._training = True

@@ -157,8 +157,8 @@ class _NoBar:
 class _Bar(_NoBar):
     """One bar, redrawn at most once every ``seconds``; the metrics are read only then.
 
-    ``lose`` is called with the error if the bar can no longer be shown, because a closed terminal
-    must not end the run.
+    If the bar can no longer be shown, ``on_error`` is called with the error: a closed terminal must
+    not end the run.
     """
 
     def __init__(
@@ -166,12 +166,12 @@ class _Bar(_NoBar):
         view: View,
         values: Callable[..., dict[str, Any]],
         seconds: float,
-        lose: Callable[[OSError], None],
+        on_error: Callable[[OSError], None],
     ) -> None:
         self._view = view
         self._values = values
         self._seconds = seconds
-        self._lose = lose
+        self._on_error = on_error
         self._next_draw = 0.0
 
     def advance(self, done: int) -> None:
@@ -187,7 +187,7 @@ class _Bar(_NoBar):
         try:
             self._view.show(self.done, text)
         except OSError as error:
-            self._lose(error)
+            self._on_error(error)
         self._next_draw = monotonic() + self._seconds
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class _Bar(_NoBar):
         try:
             self._view.close(self.done)
         except OSError as error:
-            self._lose(error)
+            self._on_error(error)
 
 
 class ProgressBar(Callback):
@@ -238,7 +238,7 @@ class ProgressBar(Callback):
             return None
         if not notebook and not sys.stderr.isatty():
             return Board(Lines()).open
-        kind, its_own = _choose_tqdm(notebook=notebook)
+        kind, options = _choose_tqdm(notebook=notebook)
         view = _CellView if notebook else _TqdmView
         return lambda name, total, leave: view(
             kind(
@@ -249,7 +249,7 @@ class ProgressBar(Callback):
                 dynamic_ncols=True,
                 mininterval=0,
                 miniters=1,
-                **its_own,
+                **options,
             )
         )
 
@@ -269,7 +269,7 @@ class ProgressBar(Callback):
         try:
             view = self._open_view(name, total, leave)
         except OSError as error:
-            self._lose(error)
+            self._stop_drawing(error)
             return _NoBar()
 
         def values(*, wait: bool) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class ProgressBar(Callback):
             # the bar of an evaluation inside an epoch does not show the training metrics
             return self.get_metrics(trainer, module) if leave else {}
 
-        return _Bar(view, values, 1 / self.refresh_rate, self._lose)
+        return _Bar(view, values, 1 / self.refresh_rate, self._stop_drawing)
 
     def _open_evaluation(
         self, trainer: Trainer, module: TrainModule, name: str, *, leave: bool
@@ -295,7 +295,7 @@ class ProgressBar(Callback):
         for bar in bars:
             bar.close()
 
-    def _lose(self, error: OSError) -> None:
+    def _stop_drawing(self, error: OSError) -> None:
         """Show no bars from now on."""
         shown, self._open_view = self._open_view, None
         self._close()

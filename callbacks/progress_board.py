@@ -96,10 +96,10 @@ class Lines:
     def _print(self, row: Row) -> None:
         if not row.done or row.printed == (row.done, row.text):
             return
-        name, *others = row.cells
-        said = ", ".join(part for part in (*others, row.text) if part)
+        name, *cells = row.cells
+        content = ", ".join(part for part in (*cells, row.text) if part)
         try:
-            print(f"{name}: {said}", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+            print(f"{name}: {content}", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
         except ValueError as error:  # closed stream, or a name that it cannot encode
             raise OSError(str(error)) from error
         row.printed = row.done, row.text

@@ -21,7 +21,7 @@ _BAR = (10, 40)  # minimum and maximum width of the bar, in columns
 _NOTEBOOK_COLUMNS = 100
 
 
-class _Picture:
+class _Bars:
     """All bars, with the metrics to the right of each bar, or below it if there is no room."""
 
     def __init__(self, rows: list[Row]) -> None:
@@ -85,7 +85,7 @@ class _Terminal:
             self._streams = list(zip(before, (sys.stdout, sys.stderr), strict=True))
             for old, new in self._streams:
                 _move_handlers(old, new)
-        self._live.update(_Picture(rows), refresh=True)
+        self._live.update(_Bars(rows), refresh=True)
 
     def end(self, *, leave: bool) -> None:
         if self._live is None:
@@ -127,7 +127,7 @@ class _Notebook:
             force_jupyter=False,
             color_system="truecolor",
         )
-        console.print(_Picture(rows))
+        console.print(_Bars(rows))
         text = console.export_text(clear=False)
         html = console.export_html(
             inline_styles=True, code_format='<pre style="line-height: normal">{code}</pre>'

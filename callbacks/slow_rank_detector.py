@@ -188,7 +188,7 @@ class SlowRankDetector(Callback):
         on_host = trainer.accelerator.device.type == "cpu"
         if not on_host:
             self._compare(trainer, module)
-        self._share(trainer)
+        self._gather_times(trainer)
         if on_host:
             self._compare(trainer, module)
 
@@ -197,7 +197,7 @@ class SlowRankDetector(Callback):
         if self._active:
             self._watches["data"].start()
 
-    def _share(self, trainer: Trainer) -> None:
+    def _gather_times(self, trainer: Trainer) -> None:
         """Start the all-gather of the mean times of all processes."""
         accelerator = trainer.accelerator
         now, step = time.perf_counter(), trainer.global_step
@@ -232,13 +232,13 @@ class SlowRankDetector(Callback):
             others = _median([*times[:slowest], *times[slowest + 1 :]])
             ratio = times[slowest] / others if others > 0 else 1.0
             module.log(f"slow_rank/{work}", ratio, on_step=True, on_epoch=False, batch_size=1)
-            self._judge(work, times, update)
+            self._find_slow_ranks(work, times, update)
         if trainer.accelerator.is_main_process:
             for slow in self.slow:
                 if self._in_a_row[slow.rank, slow.work] == self.patience:
                     logger.warning("Step %d: %s.", trainer.global_step, slow)
 
-    def _judge(self, work: str, times: list[float], update: float) -> None:
+    def _find_slow_ranks(self, work: str, times: list[float], update: float) -> None:
         for rank, seconds in enumerate(times):
             others = _median([*times[:rank], *times[rank + 1 :]])
             slow = seconds > self.threshold * others and seconds - others > self.min_share * update

@@ -117,7 +117,7 @@ class SpikeDetection(MonitorCallback):
         value = self._monitor.read(trainer)
         if value is None:
             return
-        reason = self._judge(value)
+        reason = self._spike_reason(value)
         if math.isfinite(value):
             self.window_values = [*self.window_values, value][-self.window :]
         if reason is None:
@@ -140,7 +140,7 @@ class SpikeDetection(MonitorCallback):
         if not self.window_values and self.monitor not in trainer.metric_updates:
             self._monitor.warn_of_no_value(trainer, type(self).__name__)
 
-    def _judge(self, value: float) -> str | None:
+    def _spike_reason(self, value: float) -> str | None:
         """Return why the value is a spike, or None if it is not."""
         from statistics import median  # imported here to keep `import trainer` fast
 

@@ -93,7 +93,7 @@ class StochasticWeightAveraging(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean and the initial learning rates."""
-        averages = {} if self._module is None else self._averages.exact(self._module)
+        averages = {} if self._module is None else self._averages.full_precision(self._module)
         return {
             "num_averaged": self.num_averaged,
             "started": self._started,
@@ -116,7 +116,7 @@ class StochasticWeightAveraging(Callback):
         self, trainer: Trainer, module: TrainModule
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return the final mean for other tools, and the trained weights to resume from."""
-        return self._averages.state_dicts(module) if self._averages.in_place else None
+        return self._averages.state_dicts(module) if self._averages.swapped_in else None
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Reset the mean of an earlier fit."""
@@ -185,9 +185,9 @@ class StochasticWeightAveraging(Callback):
         self._finish(trainer, module)
 
     def _finish(self, trainer: Trainer, module: TrainModule) -> None:
-        if not self.num_averaged or self._averages.in_place:
+        if not self.num_averaged or self._averages.swapped_in:
             return
-        self._averages.put_in(module, keep_buffers=True)
+        self._averages.swap_in(module, keep_buffers=True)
         if self.update_batch_norm:
             trainer.update_batch_norm()
 

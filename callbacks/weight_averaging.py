@@ -110,8 +110,8 @@ class WeightAveraging(Callback):
             return {"num_updates": 0}
         return {
             "num_updates": self.num_updates,
-            "names": list(self._averages.exact(self._module)),
-            "exact": self._averages.exact(self._module, only_narrow=True),
+            "names": list(self._averages.full_precision(self._module)),
+            "exact": self._averages.full_precision(self._module, only_narrow=True),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ class WeightAveraging(Callback):
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Swap the averages in."""
         if self._fitting and self.num_updates:
-            self._put_in(trainer, module)
+            self._swap_in(trainer, module)
             self._evaluating = True
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -184,21 +184,21 @@ class WeightAveraging(Callback):
                 " update_starting_at_epoch or update_every_n_steps was reached."
             )
         if self.final_weights == "average" and self.num_updates:
-            self._put_in(trainer, module)
+            self._swap_in(trainer, module)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Swap the trained weights back in after an interrupted validation; keep the averages."""
         self._end_evaluation(module)
         self._fitting = False
 
-    def _put_in(self, trainer: Trainer, module: TrainModule) -> None:
-        self._averages.put_in(module)
+    def _swap_in(self, trainer: Trainer, module: TrainModule) -> None:
+        self._averages.swap_in(module)
         if self._averages.use_buffers:  # each process averages its own buffers; rank 0's are used
             trainer.broadcast_buffers()
 
     def _end_evaluation(self, module: TrainModule) -> None:
         if self._evaluating:
-            self._averages.take_out(module)
+            self._averages.swap_out(module)
             self._evaluating = False
 
 

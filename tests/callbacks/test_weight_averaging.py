@@ -209,7 +209,9 @@ def test_a_weight_that_is_trained_later_is_averaged_from_then_on():
             for parameter in module:
                 parameter += 1
         averages.update(module, 0.5)
-    assert_same(averages.exact(module), {"0": torch.tensor([1.25]), "1": torch.tensor([1.5])})
+    assert_same(
+        averages.full_precision(module), {"0": torch.tensor([1.25]), "1": torch.tensor([1.5])}
+    )
 
 
 def test_a_tensor_of_another_shape_is_averaged_anew():
@@ -221,7 +223,7 @@ def test_a_tensor_of_another_shape_is_averaged_anew():
     for value in (1.0, 3.0):
         module.seen.fill_(value)
         averages.update(module, 0.5)
-    assert_same(averages.exact(module), {"seen": torch.tensor([2.0, 2.0])})
+    assert_same(averages.full_precision(module), {"seen": torch.tensor([2.0, 2.0])})
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
@@ -229,8 +231,8 @@ def test_a_lazy_layer_that_is_never_used_is_left_out():
     module = nn.ModuleDict({"used": nn.Linear(1, 1, bias=False), "lazy": nn.LazyBatchNorm1d()})
     averages = Averages(use_buffers=True)
     averages.update(module, 0.5)
-    averages.put_in(module, keep_buffers=True)
-    averages.take_out(module)
+    averages.swap_in(module, keep_buffers=True)
+    averages.swap_out(module)
     assert list(averages.values) == ["used.weight"]
 
 

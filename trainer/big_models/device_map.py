@@ -28,10 +28,7 @@ from trainer.big_models.tensors import (
     parse_dtype,
 )
 from trainer.checkpoint.weights import parse_size
-from trainer.errors import module_logger
 from trainer.torch_compat import free_device_memory
-
-logger = module_logger(__name__)
 
 Memory: TypeAlias = Mapping[int | str, int | str]
 Dtypes: TypeAlias = Mapping[str, str | torch.dtype | CustomDtype]
@@ -162,16 +159,11 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
     """
     if max_memory is None:
         return _free_memory()
-    count = torch.accelerator.device_count()
     for device in max_memory:
         if device not in _ORDER and (isinstance(device, bool) or not isinstance(device, int)):
             raise ValueError(
                 f"Device {device!r} is not recognized, available devices are integers (for an "
                 f"accelerator's index), {', '.join(map(repr, _ORDER))}."
-            )
-        if isinstance(device, int) and not 0 <= device < count:
-            logger.warning(
-                "max_memory names device %d, but there are %d accelerators.", device, count
             )
     indexed: list[int | str] = sorted(device for device in max_memory if isinstance(device, int))
     order = [*indexed, *(device for device in _ORDER if device in max_memory)]
@@ -368,15 +360,6 @@ class _DeviceMapBuilder:
     def run(self) -> dict[str, int | str]:
         for device in self._order:
             self._fill(device)
-            if self.waiting and not self.used[device] and device != "disk":
-                name = self.waiting[0][0]
-                logger.info(
-                    "Nothing was placed on %s, which has room for %d bytes: %r needs %d.",
-                    device,
-                    self._room(device) or 0,
-                    name,
-                    self._sizes.get(name, 0),
-                )
         return self.device_map
 
     def _fill(self, device: int | str) -> None:

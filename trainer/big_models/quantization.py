@@ -32,7 +32,7 @@ from trainer.big_models.tensors import (
 )
 from trainer.checkpoint.loading import find_weight_files
 from trainer.checkpoint.sharded_state import ShardedTensor, materialize
-from trainer.checks import check_bools, check_choice, check_numbers, check_type, choice_error
+from trainer.checks import check_bools, check_choice, check_numbers, check_type
 
 _COMPUTE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -81,10 +81,7 @@ class BnbQuantizationConfig:
                 "must be True."
             )
         check_numbers(0, llm_int8_threshold=self.llm_int8_threshold)
-        kinds = ("fp4", "nf4")
-        if self.bnb_4bit_quant_type not in kinds:
-            kind = self.bnb_4bit_quant_type
-            raise ValueError(choice_error("bnb_4bit_quant_type", kind, kinds))
+        check_choice("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("fp4", "nf4"))
         dtype = self.bnb_4bit_compute_dtype
         if isinstance(dtype, str):
             check_choice("bnb_4bit_compute_dtype", dtype, _COMPUTE)

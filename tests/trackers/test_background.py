@@ -230,7 +230,7 @@ def test_finish_leaves_a_tracker_that_hangs_behind(caplog):
 
 
 def test_a_long_finish_is_reported_while_waiting(monkeypatch, caplog):
-    monkeypatch.setattr(worker, "_SILENT", 0.01)
+    monkeypatch.setattr(worker, "_WARN_AFTER", 0.01)
     blocking = Blocking()
     background = BackgroundTracker(blocking, finish_timeout=60.0)
 

@@ -12,7 +12,7 @@ from trainer.big_models.hooks import AlignDevicesHook, LayerwiseCastingHook, add
 from trainer.big_models.offload import PrefixedDataset
 from trainer.big_models.tensors import Device, TiedCopies, longest_prefix
 
-# They compute with their submodules' weights themselves, or choose by them how they compute.
+# These use the weights of their submodules without calling the submodules.
 PRELOADED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 CASTABLE = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -33,7 +33,7 @@ def attach_execution_device_hook(
         module: The module; changed in place.
         execution_device: The device of inputs and weights.
         skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes below whose modules nothing is attached.
+        preload_module_classes: Names of classes; the submodules of such modules get no hook.
         tied_params_map: See `AlignDevicesHook`.
     """
     classes = preload_module_classes or ()
@@ -61,14 +61,13 @@ def attach_align_device_hook(
     Args:
         module: The module; changed in place.
         execution_device: See `AlignDevicesHook`.
-        offload: The same.
-        weights_map: The same, by names that begin with `module_name`.
-        offload_buffers: The same.
-        module_name: The module's name in the whole model.
+        offload: See `AlignDevicesHook`.
+        weights_map: See `AlignDevicesHook`; the names begin with `module_name`.
+        offload_buffers: See `AlignDevicesHook`.
+        module_name: The module's name in the model.
         skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes whose modules have all their weights, those of
-            submodules too, during their forward pass: for those that compute with the weights of
-            a submodule without calling it.
+        preload_module_classes: Names of classes that use a submodule's weights without calling it.
+            All weights below such a module are loaded for its forward pass.
         tied_params_map: See `AlignDevicesHook`.
     """
 
@@ -102,19 +101,20 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to each submodule, by the devices of the blocks it is in.
+    """Attach an `AlignDevicesHook` to each submodule, with the device of its block.
 
     Args:
-        module: The module; changed in place. Its own output returns to the device of its input.
-        execution_device: The device, or that of each block by name: the longest that contains a
-            module counts.
-        offload: Whether weights are offloaded, also by name. Only those in `weights_map` are.
-        weights_map: See `attach_align_device_hook`, as for the rest.
-        offload_buffers: The same.
-        module_name: The same.
-        skip_keys: The same.
-        preload_module_classes: The same.
-        tied_params_map: The same.
+        module: The module; changed in place. Its output is moved to the device of its input.
+        execution_device: One device, or a device for each block's name; the longest matching name
+            wins.
+        offload: Whether to offload weights, or a bool for each block's name. Only weights in
+            `weights_map` are offloaded.
+        weights_map: See `attach_align_device_hook`.
+        offload_buffers: See `AlignDevicesHook`.
+        module_name: See `attach_align_device_hook`.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: See `attach_align_device_hook`.
+        tied_params_map: See `AlignDevicesHook`.
     """
     devices: Mapping[str, Device | None] = (
         execution_device if isinstance(execution_device, Mapping) else {"": execution_device}
@@ -159,19 +159,17 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Keep the weights of linear and convolution layers in a small dtype.
 
-    See `LayerwiseCastingHook`.
-
-    Layers whose weights are tied to those of another kind of module, such as an embedding, are left
-    as they are.
+    Layers with weights tied to another kind of module, such as an embedding, are skipped. See
+    `LayerwiseCastingHook`.
 
     Args:
         module: The module; changed in place.
         storage_dtype: The dtype between forward passes.
-        compute_dtype: The dtype in them.
-        skip_modules_pattern: Regular expressions; modules in whose names one is found are left as
-            they are, with all that they contain.
-        skip_modules_classes: Classes of modules that are left as they are.
-        non_blocking: Do not wait for conversions.
+        compute_dtype: The dtype during forward passes.
+        skip_modules_pattern: Regular expressions; modules whose names match one are skipped, with
+            their submodules.
+        skip_modules_classes: Classes of modules to skip, with their submodules.
+        non_blocking: Convert asynchronously.
     """
     pattern = skip_modules_pattern
     patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern or ())
@@ -207,17 +205,17 @@ def _below(weights_map: Mapping[str, Tensor] | None, name: str) -> Mapping[str, 
 def _walk(
     module: nn.Module, handles_submodules: Callable[[str, nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield a module and its submodules by name, but none below one that is handled whole.
+    """Yield a module and its submodules, without those below one that handles its submodules.
 
     Yields:
-        The name, the module, and whether it is handled whole.
+        The name, the module, and whether it handles its submodules.
     """
-    inside: list[str] = []
+    handlers: list[str] = []
     for name, part in module.named_modules():
-        if any(not block or name.startswith(f"{block}.") for block in inside):
+        if any(not block or name.startswith(f"{block}.") for block in handlers):
             continue
         if is_block := handles_submodules(name, part):
-            inside.append(name)
+            handlers.append(name)
         yield name, part, is_block
 
 

@@ -1,9 +1,8 @@
 """Device maps: which module goes to which accelerator, to the CPU or to the disk.
 
 A device map is a dict from the names of modules (or single tensors) to devices: an accelerator's
-index or any ``torch.device``, ``"cpu"`` or ``"disk"``. The longest name that contains a tensor
-counts, and ``""`` is the whole model. Sizes are computed from shapes and dtypes, so the model may
-be on the meta device.
+index or any ``torch.device``, ``"cpu"`` or ``"disk"``. The longest matching name wins; ``""`` names
+the whole model. Sizes are computed from shapes and dtypes, so the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def compute_module_sizes(
     special_dtypes: Dtypes | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes of each tensor, and of each module with all that it contains, by name.
+    """Return the size in bytes of each tensor and of each module with its submodules, by name.
 
     A tied weight counts once, under its first name. Names without tensors have size 0.
 
@@ -150,9 +149,9 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
 
     Args:
         max_memory: Bytes, or a size such as ``"10GiB"``, for each accelerator's index, ``"mps"``,
-            ``"cpu"`` and ``"disk"``; devices that are not in it are not used, except the disk. None
-            means what is free now: on Linux the CPU's is also within the limit of the control
-            group, as in a container.
+            ``"cpu"`` and ``"disk"``. Devices that it lacks are not used, except the disk. None
+            uses the free memory; on Linux the CPU's respects the limit of the control group, as in
+            a container.
 
     Raises:
         ValueError: A device or a size is not one of these.
@@ -241,11 +240,11 @@ def get_balanced_memory(
     Args:
         model: The model.
         max_memory: See `get_max_memory`. If it is None and there is one accelerator, a tenth of
-            that one's memory stays free for activations.
-        no_split_module_classes: See `infer_auto_device_map`, as for the next two.
-        dtype: The same.
-        special_dtypes: The same.
-        low_zero: Whether accelerator 0 gets as little as possible, for use by something else.
+            its memory stays free for activations.
+        no_split_module_classes: See `infer_auto_device_map`.
+        dtype: See `infer_auto_device_map`.
+        special_dtypes: See `infer_auto_device_map`.
+        low_zero: Put as little as possible on accelerator 0, which is then free for other work.
     """
     limits = get_max_memory(max_memory)
     used = [device for device in limits if device not in HOSTS and limits[device] > 0]
@@ -292,24 +291,23 @@ def infer_auto_device_map(
 ) -> dict[str, int | str]:
     """Return a device map that fills the accelerators, then the CPU, then the disk.
 
-    Modules are placed in their order. One that does not fit is split into its parts; a part that
-    cannot be split goes to the next device, and so does all that follows. On the first accelerator
-    and the CPU there stays room for the largest of the layers that are not placed yet, since it may
-    be brought there for its forward pass. Modules with tied weights go to the same device.
+    Modules are placed in order. A module that does not fit is split into its submodules; what
+    cannot be split goes to the next device, with everything after it. The first accelerator and the
+    CPU keep room for the largest layer that is not placed yet, because it may be loaded there for
+    its forward pass. Modules with tied weights go to the same device.
 
     Args:
         model: The model, perhaps on the meta device.
         max_memory: See `get_max_memory`; `get_balanced_memory` spreads a model evenly.
-        no_split_module_classes: Names of classes whose modules stay whole, such as blocks with a
+        no_split_module_classes: Names of classes that are never split, such as blocks with a
             residual connection.
         dtype: The dtype that floating-point weights will be converted to; None means their own.
         special_dtypes: The dtypes of some weights, by name.
         verbose: Whether to print each decision.
-        clean_result: Whether modules are named instead of their parts, where those have one device.
-        offload_buffers: Whether buffers of modules on the CPU and the disk are offloaded too;
-            otherwise they need room on an accelerator, and a warning says so if there is none.
-        fallback_allocation: Whether, before a device stays empty, a later module that fits it is
-            looked for.
+        clean_result: Merge the entries of a module's parts if all have the same device.
+        offload_buffers: Offload the buffers of modules on the CPU and the disk too. Otherwise they
+            need room on an accelerator; a warning is given if there is none.
+        fallback_allocation: Before a device stays empty, search for a later module that fits it.
     """
     plan = _DeviceMapBuilder(
         model,
@@ -488,7 +486,7 @@ def _is_in(name: str, module: str) -> bool:
 
 
 def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Return a device map with a module's name for its parts, where all of them have one device.
+    """Merge the entries of a module's parts in a device map, where all have the same device.
 
     Args:
         device_map: The map, in which no name contains another.

@@ -92,8 +92,8 @@ def disk_offload(
 
     Args:
         model: The model; changed in place. Weights that have values are written to the folder.
-        offload_dir: An offload folder, created if needed. It has the weights that the model is
-            without, on the meta device.
+        offload_dir: The offload folder, created if needed. It must contain the weights that are on
+            the meta device.
         execution_device: The device of the forward pass; None is that of the first parameter, or
             the CPU for the meta device.
         offload_buffers: Whether buffers are offloaded too.
@@ -137,15 +137,15 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU until it runs; it then stays on the device until told to leave.
+    """Keep a whole model on the CPU until it runs; it then stays on the device until `offload`.
 
-    For models that run in turn, several times each: with `prev_module_hook` one leaves as the next
-    one comes.
+    For models that run in turn: with `prev_module_hook`, the previous model moves to the CPU when
+    this one runs.
 
     Args:
         model: The model; changed in place.
         execution_device: The device of the forward pass; None is the accelerator if there is one.
-        prev_module_hook: What this function has returned for the model that runs before.
+        prev_module_hook: The hook that was returned for the previous model.
 
     Returns:
         The model, and an object whose ``offload()`` moves it to the CPU.
@@ -167,11 +167,11 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Place the modules of a model by a device map; its outputs are those on one device.
+    """Place the modules of a model by a device map; its outputs do not change.
 
-    A module on the CPU or the disk runs on the main device, which its weights come to for its
-    forward pass only; without an accelerator that is the CPU. ``model.hf_device_map`` is the map.
-    A map of one device moves the model there, without hooks.
+    Modules on the CPU or the disk run on the main device, where their weights are only during their
+    forward pass; without an accelerator that is the CPU. ``model.hf_device_map`` is the map. A map
+    of one device moves the model there, without hooks.
 
     Args:
         model: The model; changed in place.
@@ -255,7 +255,7 @@ def _remove_hooks(model: nn.Module) -> None:
 
 
 class _TensorLocations:
-    """What `dispatch_model` decides about single tensors.
+    """Where `dispatch_model` keeps each tensor.
 
     Attributes:
         tied: See `AlignDevicesHook`.
@@ -285,7 +285,7 @@ class _TensorLocations:
         return self._map[longest_prefix(name, self._map) or ""]
 
     def _keep_tied(self, group: list[str], run_on: Mapping[str, Device]) -> None:
-        """Have a tied weight once on each device, and offloaded only if it is under all names."""
+        """Keep a tied weight once on each device; offload it only if all its names are."""
         value = find_tensor(self._model, group[0])
         resident = [name for name in group if name not in self._away]
         offloaded = [name for name in group if name in self._away]

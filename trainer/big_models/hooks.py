@@ -1,4 +1,4 @@
-"""Hooks around the forward pass of modules, which bring inputs and weights to its device.
+"""Hooks around the forward pass of modules, which move inputs and weights to its device.
 
 Unlike torch's own hooks a `ModelHook` sees and replaces all arguments, and can act when it is
 attached and detached. A hooked module has the hook as ``_hf_hook`` and its own forward method as
@@ -41,7 +41,7 @@ _ALIGNMENT = 64  # bytes, of torch's own memory on the CPU
 
 
 class ModelHook:
-    """What is done around the forward pass of a module; see `add_hook_to_module`.
+    """Acts before and after the forward pass of a module; see `add_hook_to_module`.
 
     Attributes:
         no_grad: Whether the forward pass runs under ``torch.no_grad()``.
@@ -101,12 +101,12 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
-    """Attach a hook to a module, around whose ``forward`` it is then called.
+    """Attach a hook to a module; it is called around the module's ``forward``.
 
     Args:
         module: The module; changed in place.
         hook: The hook.
-        append: Whether a hook that is there is kept and called first, instead of removed.
+        append: Keep an existing hook, which is called first; otherwise it is removed.
 
     Returns:
         The module.
@@ -193,7 +193,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 class AlignDevicesHook(ModelHook):
-    """Bring a module's inputs to its device, and its weights too if they are kept elsewhere.
+    """Move a module's inputs to its device, and its weights too if they are offloaded.
 
     Offloaded weights are on the meta device between forward passes. They are read-only: a gradient
     that reaches one is an error, and a change made in a forward pass is lost. ``state_dict()``
@@ -202,7 +202,7 @@ class AlignDevicesHook(ModelHook):
     Args:
         execution_device: The device of the forward pass; None leaves inputs and weights in place.
         offload: Whether the weights are offloaded between forward passes.
-        io_same_device: Whether the output goes to the device that the first input was on.
+        io_same_device: Move the output to the device of the first input.
         weights_map: The offloaded weights by name; a weight that is not in it is not offloaded.
             None keeps those of the module, on the CPU.
         offload_buffers: Whether buffers are offloaded too, except for those that no state dict
@@ -441,7 +441,7 @@ class CpuOffload(ModelHook):
 
     Args:
         execution_device: The device of the forward pass; None is the accelerator if there is one.
-        prev_module_hook: The hook of a model that leaves the device when this one comes to it.
+        prev_module_hook: The hook of a model that moves to the CPU when this one runs.
     """
 
     def __init__(
@@ -490,8 +490,8 @@ class LayerwiseCastingHook(ModelHook):
 
     Args:
         storage_dtype: The dtype between forward passes, such as ``torch.float8_e4m3fn``.
-        compute_dtype: The dtype in them.
-        non_blocking: Do not wait for conversions.
+        compute_dtype: The dtype during forward passes.
+        non_blocking: Convert asynchronously.
     """
 
     def __init__(

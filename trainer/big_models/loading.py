@@ -72,23 +72,23 @@ def load_checkpoint_and_dispatch(
         )
 
     Args:
-        model: The model, as a rule made under `init_empty_weights`; changed in place.
+        model: The model, usually created under `init_empty_weights`; changed in place.
         checkpoint: See `load_checkpoint_in_model`.
-        device_map: A device map; or how it is inferred: ``"auto"`` and ``"balanced"`` spread the
-            model evenly over the accelerators, ``"balanced_low_0"`` also spares the first one,
+        device_map: A device map, or how to infer one: ``"auto"`` and ``"balanced"`` spread the
+            model evenly over the accelerators, ``"balanced_low_0"`` spares the first one,
             ``"sequential"`` fills one after the other. None only loads.
-        max_memory: See `get_max_memory`, as for a map to be inferred.
-        no_split_module_classes: See `infer_auto_device_map`, the same.
+        max_memory: See `get_max_memory`; used if the map is inferred.
+        no_split_module_classes: See `infer_auto_device_map`; used if the map is inferred.
         offload_folder: The folder of weights on disk; needed if there are any.
         offload_buffers: See `dispatch_model`.
         dtype: The dtype to convert floating-point weights to; None means the model's.
         offload_state_dict: Has no effect: weights are read one by one in any case.
-        skip_keys: See `dispatch_model`, as for the next two.
-        preload_module_classes: The same.
-        force_hooks: The same.
-        strict: See `load_checkpoint_in_model`, as for the next two.
-        full_state_dict: The same.
-        broadcast_from_rank0: The same.
+        skip_keys: See `dispatch_model`.
+        preload_module_classes: See `dispatch_model`.
+        force_hooks: See `dispatch_model`.
+        strict: See `load_checkpoint_in_model`.
+        full_state_dict: See `load_checkpoint_in_model`.
+        broadcast_from_rank0: See `load_checkpoint_in_model`.
 
     Returns:
         The model.

@@ -1,4 +1,4 @@
-"""Weights offloaded to disk, and mappings that read them when they are asked for.
+"""Weights offloaded to disk, and mappings that read them on access.
 
 An offload folder holds safetensors files, and an index of which weight is in which::
 
@@ -9,8 +9,8 @@ An offload folder holds safetensors files, and an index of which weight is in wh
 A file in the index may also lie elsewhere, and a weight without one is the raw bytes in
 ``<name>.dat``, as accelerate writes them.
 
-Weights are memory-mapped: only the pages that are used are read, and they are those of the system's
-cache, which it takes back when memory is short. A map is closed with the last tensor on it.
+Weights are memory-mapped: only pages that are used are read, into the system's page cache, which
+shrinks when memory is short. A map is closed with the last tensor on it.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return the entries of a state dict that are one of some modules or tensors, or in one."""
+    """Return the entries of a state dict that belong to these modules, or are these tensors."""
     names = list(submodule_names)
     return {
         key: tensor
@@ -206,7 +206,7 @@ def extract_submodules_state_dict(
 def in_own_pages(weight: Tensor) -> Tensor:
     """Return a copy of a weight on the CPU, in memory that the system gets back with the tensor.
 
-    That of torch's allocator comes back in part only, as weights of megabytes come and go.
+    Torch's allocator returns only a part of the memory of large weights that come and go.
     """
     pages = mmap.mmap(-1, weight.nbytes)
     copy = torch.frombuffer(pages, dtype=weight.dtype).view(weight.shape)
@@ -214,10 +214,9 @@ def in_own_pages(weight: Tensor) -> Tensor:
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """The weights of a state dict and of an offload folder by name, read when they are asked for.
+    """The weights of a state dict and of an offload folder by name, read on access.
 
-    While a weight is in use, asking for it again gives the same tensor; so does asking for a tied
-    one by its other name.
+    While a weight is in use, it is the same tensor at each access, by its tied names too.
 
     Args:
         state_dict: Weights in memory, which come first.

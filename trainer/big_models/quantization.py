@@ -112,14 +112,14 @@ def load_and_quantize_model(
     attention and encoder layers, which compute with their weights without calling them.
 
     Args:
-        model: The model, as a rule made under `init_empty_weights`; changed in place.
+        model: The model, usually created under `init_empty_weights`; changed in place.
         bnb_quantization_config: How it is quantised.
         weights_location: A checkpoint, see `load_checkpoint_in_model`. None takes the weights that
             the model has.
         device_map: See `load_checkpoint_and_dispatch`. None is the accelerator, or the CPU.
-        no_split_module_classes: The same.
-        max_memory: The same.
-        offload_folder: The same.
+        no_split_module_classes: See `load_checkpoint_and_dispatch`.
+        max_memory: See `load_checkpoint_and_dispatch`.
+        offload_folder: See `load_checkpoint_and_dispatch`.
         offload_state_dict: Has no effect: weights are read one by one in any case.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Modules without memory for their weights, and the tensors of modules one by one.
+"""Create modules without memory for their weights, and replace single tensors of modules.
 
 A parameter on the ``meta`` device has a shape and a dtype but no values. A model made of them costs
 nothing, whatever its size; values come later, from a checkpoint.
@@ -48,8 +48,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
         model = load_checkpoint_and_dispatch(model, checkpoint, device_map="auto")
 
     Args:
-        include_buffers: Whether buffers have no values either. Those that no checkpoint contains
-            (``persistent=False``) then never get them. None reads
+        include_buffers: Whether buffers have no values either. Buffers that no checkpoint contains
+            (``persistent=False``) then never get values. None reads
             ``ACCELERATE_INIT_INCLUDE_BUFFERS``, by default False.
     """
     with init_on_device(torch.device("meta"), include_buffers):
@@ -243,7 +243,7 @@ def set_module_tensor_to_device(
         fp16_statistics: The scales of an 8-bit weight of bitsandbytes (its attribute ``SCB``).
         tied_params_map: Copies of tied weights by the address of the original and by device; one
             that is there is used, a new one is added. Only addresses that it has as keys count.
-        non_blocking: Do not wait for the copy.
+        non_blocking: Copy asynchronously.
         clear_cache: Whether to release the accelerator's unused cached memory afterwards.
 
     Raises:
@@ -296,7 +296,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def longest_prefix(name: str, names: Mapping[str, Any]) -> str | None:
-    """Return the key that places a module or tensor: the longest that is it or contains it."""
+    """Return the longest key that is the name of a module or tensor, or of one that contains it."""
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name if name in names else None

@@ -75,8 +75,10 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     size = getattr(model, "tp_size", None)
     if size is None:
         config = getattr(getattr(model, "config", None), "distributed_config", None)
-        is_dict = isinstance(config, Mapping)
-        size = config.get("tp_size") if is_dict else getattr(config, "tp_size", None)
+        if isinstance(config, Mapping):
+            size = config.get("tp_size")
+        else:
+            size = getattr(config, "tp_size", None)
     return None if size is None else int(size)
 
 

@@ -424,7 +424,7 @@ class TensorBoardLogger(InFolder, TensorBoardTracker):
 
     def start(self) -> None:
         """Start; the files of a run that is open stay."""
-        self._anew = self._anew and not self._is_open
+        self._renames_existing = self._renames_existing and not self._is_open
         super().start()
 
     def finish(self) -> None:

@@ -239,7 +239,7 @@ class EpochIterator:
         )
         self._own_position: dict[str, Any] | None = None  # in a presharded stream, see `position`
         self._resumed_position: dict[str, Any] | None = None  # where the next pass goes on
-        self._begun_at = 0  # this process's batches before the first one of the pass
+        self._first_batch = 0  # this process's batches before the first one of the pass
         if self.sampler is not None:
             self.sharding = self.sampler.sharding
         else:
@@ -273,7 +273,7 @@ class EpochIterator:
     @property
     def num_batches(self) -> int | None:
         """The number of batches in the epoch, over all processes; None if unknown until read."""
-        limits = [limit for limit in (self.length_now.batches, self._most) if limit is not None]
+        limits = [n for n in (self.length_now.batches, self._max_batches) if n is not None]
         return min(limits, default=None)
 
     @property
@@ -304,7 +304,7 @@ class EpochIterator:
         return length if epoch == self.epoch else EpochLength()
 
     @property
-    def _most(self) -> int | None:
+    def _max_batches(self) -> int | None:
         """The limit as a number of batches; None if there is no limit."""
         if not isinstance(self.limit, float):
             return self.limit
@@ -383,8 +383,8 @@ class EpochIterator:
             elif here != saved and self.sampler is not None:
                 next(iter(self.sampler), None)  # it may count its batches when iteration starts
                 here = self._data()
-        of_streams = saved[1] is here[1] is None
-        if here == saved or (of_streams and here[2] == saved[2] and None in (saved[0], here[0])):
+        both_streams = saved[1] is here[1] is None
+        if here == saved or (both_streams and here[2] == saved[2] and None in (saved[0], here[0])):
             return
         raise CheckpointError(
             f"The checkpoint was saved inside an epoch in {_describe(saved)}, but the training "
@@ -563,7 +563,7 @@ class EpochIterator:
                 self._own_position = {
                     "parts": self.world_size,
                     "epoch": self.epoch,
-                    "batches": current.position.batches if current.position else self._begun_at,
+                    "batches": current.position.batches if current.position else self._first_batch,
                     "ended": ended,
                     "over": current.last,
                 }
@@ -591,7 +591,7 @@ class EpochIterator:
             return
         self.sampler.start_global_batch = self.start_global_batch
         self.sampler.start_batch = self.start_batch
-        self.sampler.limit, total = self._most, self.num_batches
+        self.sampler.limit, total = self._max_batches, self.num_batches
         shares = self.sampler.shares = deque()  # one deque per pass: two passes may overlap
         batches = iter(batches_of(self.loader))
         read = 0
@@ -665,7 +665,7 @@ class EpochIterator:
             skip, batches_to_skip = skip + batches_again, 0
         elif batches_to_skip and self.rank == 0:
             self._stream.warn_of_replay(batches_again)
-        stream = self._stream.read(self.seed, self.epoch, skip=skip, limit=self._most)
+        stream = self._stream.read(self.seed, self.epoch, skip=skip, limit=self._max_batches)
         if self.world_size > 1:
             stream = check_same_stream(stream)
         global_batches = self.sharding.global_batches(stream)
@@ -730,13 +730,13 @@ class EpochIterator:
                 "processes read one stream, and now each reads its own. Give all the same stream, "
                 "or resume from a checkpoint at the end of an epoch."
             )
-        most = self._most
-        limit = None if most is None else len(range(self.rank, most, self.world_size))
+        max_batches = self._max_batches
+        limit = None if max_batches is None else len(range(self.rank, max_batches, self.world_size))
         seed, skip = mix(self.seed, self.rank), resumed["batches"] if resumed else 0
         batches: Iterator[tuple[Any, Position | None]] = iter(())
         if resumed is None or not resumed["ended"]:
             batches = stream.read(seed, self.epoch, skip=skip, limit=limit)
-        self._begun_at, position = skip, None
+        self._first_batch, position = skip, None
         while True:
             following = next(batches, None)
             batch, position = (None, position) if following is None else following

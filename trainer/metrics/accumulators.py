@@ -99,7 +99,7 @@ class MetricAccumulators:
                         cells.cells.setdefault(name, Cell(kind, EMPTY[kind], prog_bar=prog_bar))
                 loaded_objects = _named(of_phase["objects"], objects)
                 cells.objects.update(loaded_objects)
-                cells.known.update(loaded_objects)
+                cells.all_objects.update(loaded_objects)
             # Checkpoints of earlier releases do not have "stepwise".
             store.stepwise.update(_named(rank_state.get("stepwise", {}), objects))
             for path, (count, state) in rank_state["states"].items():
@@ -147,9 +147,8 @@ def put_metrics_back(states: Sequence[tuple[Any, int, dict[str, Any]]]) -> None:
 def isolated_training_metrics(metrics: MetricStore, module: nn.Module) -> Iterator[None]:
     """Save and reset the metric objects that training has logged; restore them on exit.
 
-    So the same object can serve training and the validations inside an epoch. Objects that cannot
-    be treated so are noted in `MetricStore.held`: those whose state is inaccessible, and those of
-    which it is unknown whether training uses them.
+    So the same object can serve training and the validations inside an epoch. Objects whose state
+    is inaccessible, or that training may not use, are recorded in `MetricStore.outer_updates`.
     """
     logged = [*metrics.epoch("train").objects.values(), *metrics.step.objects.values()]
     by_id = {id(metric): metric for metric in [*logged, *metrics.stepwise.values()]}
@@ -161,14 +160,14 @@ def isolated_training_metrics(metrics: MetricStore, module: nn.Module) -> Iterat
     ]
     counts = {id(metric): metric.update_count for _, metric in metric_objects(module)}
     updated = {key: count for key, count in counts.items() if count}
-    metrics.held = dict.fromkeys(by_id, -1) | updated
+    metrics.outer_updates = dict.fromkeys(by_id, -1) | updated
     for metric, *_ in states:
-        metrics.held.pop(id(metric), None)
+        metrics.outer_updates.pop(id(metric), None)
         metric.reset()
     try:
         yield
     finally:
-        metrics.held.clear()
+        metrics.outer_updates.clear()
         put_metrics_back(states)
 
 

@@ -95,15 +95,15 @@ class Cells:
         cells: The cells by name.
         objects: The metric objects (with ``compute`` and ``reset``) logged in the interval, by
             name.
-        known: All metric objects by name: of this and earlier intervals, and copies of objects that
-            only other ranks have.
+        all_objects: All metric objects by name: of this and earlier intervals, and copies of
+            objects that only other ranks have.
         agreed: The (name, kind) pairs that all ranks agreed on in the latest exchange.
         ran: The name suffixes of the loaders from which this rank ran a batch in the interval.
     """
 
     cells: dict[str, Cell] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    known: dict[str, Any] = field(default_factory=dict)
+    all_objects: dict[str, Any] = field(default_factory=dict)
     agreed: tuple[tuple[str, str], ...] = ()
     ran: set[str] = field(default_factory=set)
 
@@ -122,8 +122,9 @@ class Cells:
 
     def differs(self) -> bool:
         """Return whether this rank has a name not agreed on, or lacks one that it should log."""
-        mine, agreed = set(self.names()), set(self.agreed)
-        return not mine <= agreed or any(is_collective(name, self.ran) for name, _ in agreed - mine)
+        own_names, agreed = set(self.names()), set(self.agreed)
+        missing = agreed - own_names
+        return not own_names <= agreed or any(is_collective(name, self.ran) for name, _ in missing)
 
 
 def is_collective(name: str, ran: set[str]) -> bool:
@@ -200,10 +201,10 @@ def scalar(name: str, value: Any) -> Value:
 
 def to_floats(values: Mapping[str, Value]) -> dict[str, float]:
     """Return all values as floats; those on an accelerator are copied in one transfer."""
-    away = on_accelerator(values)
-    if not away:
+    on_device = on_accelerator(values)
+    if not on_device:
         return {name: float(value) for name, value in values.items()}
-    read = dict(zip(away, read_back(stacked(away.values())).tolist(), strict=True))
+    read = dict(zip(on_device, read_back(stacked(on_device.values())).tolist(), strict=True))
     return {name: read[name] if name in read else float(values[name]) for name in values}
 
 

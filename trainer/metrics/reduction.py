@@ -40,14 +40,14 @@ class Reduction:
         self.names: set[str] = set()
         self._shared_names: set[str] = set()  # the names that all ranks know
 
-    def reduce(self, cells: Cells, what: str) -> dict[str, Value]:
+    def reduce(self, cells: Cells, interval: str) -> dict[str, Value]:
         """Return the values reduced over all ranks; collective.
 
         With a single process, values on a device are not read back.
 
         Args:
             cells: The cells of the interval.
-            what: The interval, for errors: "this update" or "this epoch of train".
+            interval: The interval, for errors: "this update" or "this epoch of train".
 
         Raises:
             MetricError: A rank did not log a name that the others logged; raised on all ranks.
@@ -55,22 +55,22 @@ class Reduction:
         if self._world_size == 1:
             reduced = cells.own_values()
         else:
-            values = self._all_reduce(cells, what)
+            values = self._all_reduce(cells, interval)
             reduced = {name: values[name] for name, _ in cells.agreed if name in values}
         names = [name for name, kind in self.pairs(cells) if kind == "object"]
         if names:
-            with computing(*(cells.known[name] for name in names), counts=self._counts):
+            with computing(*(cells.all_objects[name] for name in names), counts=self._counts):
                 for name in names:
                     if self._world_size > 1:  # compute again if the object has several names
-                        forget_computed(cells.known[name])
-                    reduced[name] = computed(name, cells.known[name].compute())
+                        forget_computed(cells.all_objects[name])
+                    reduced[name] = computed(name, cells.all_objects[name].compute())
         return reduced
 
     def pairs(self, cells: Cells) -> Sequence[tuple[str, str]]:
         """Return the (name, kind) pairs to reduce, in the same order on all ranks."""
         return cells.names() if self._world_size == 1 else cells.agreed
 
-    def _all_reduce(self, cells: Cells, what: str) -> dict[str, Value]:
+    def _all_reduce(self, cells: Cells, interval: str) -> dict[str, Value]:
         """Reduce means and sums in one all-reduce; min and max, if used, in one more each.
 
         The ranks use the names agreed on before. A flag in the sum tells whether any rank has
@@ -85,20 +85,20 @@ class Reduction:
                     totals += [cell.total, cell.weight] if cell and self._counts else [0.0, 0.0]
             summed = self._vector(totals)
             sum_numbers(summed)
-            read = read_back(summed).tolist()
-            if not read[0]:
+            summed_values = read_back(summed).tolist()
+            if not summed_values[0]:
                 break
-            cells.agreed, self.names = _agree(cells.names(), cells.ran, self.names, what)
-            self._shared_names = set(
-                self.names
-            )  # so that a rank without a batch takes the same decisions
+            local = cells.names()
+            cells.agreed, self.names = _share_names(local, cells.ran, self.names, interval)
+            # A copy, so that a rank without a batch takes the same decisions.
+            self._shared_names = set(self.names)
             self._share_objects(cells)
         reduced: dict[str, Value] = {}
         position = 1
         for name, kind in cells.agreed:
             if kind in ("mean", "sum"):
                 total, weight = summed[position], summed[position + 1]
-                if kind == "sum" or read[position + 1] > 0:
+                if kind == "sum" or summed_values[position + 1] > 0:
                     reduced[name] = total / weight if kind == "mean" else total
                 position += 2
         for kind, operation in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
@@ -120,13 +120,13 @@ class Reduction:
         names = [name for name, kind in cells.agreed if kind == "object"]
         if not names:
             return
-        holders = all_gather_object(set(cells.known))
+        names_by_rank = all_gather_object(set(cells.all_objects))
         for name in names:
-            if all(name in held for held in holders):
+            if all(name in rank_names for rank_names in names_by_rank):
                 continue
-            owner = next(rank for rank, held in enumerate(holders) if name in held)
-            shared = broadcast_object(_emptied(cells.known.get(name)), owner)
-            cells.known.setdefault(name, shared.to(self._device))
+            owner = [name in rank_names for rank_names in names_by_rank].index(True)
+            shared = broadcast_object(_reset_copy(cells.all_objects.get(name)), owner)
+            cells.all_objects.setdefault(name, shared.to(self._device))
 
     def _vector(self, values: list[Value]) -> Tensor:
         if not any(isinstance(value, Tensor) for value in values):
@@ -136,16 +136,16 @@ class Reduction:
         return torch.stack([as_tensor(value, like).reshape(()) for value in values])
 
 
-def _agree(
-    local: list[tuple[str, str]], ran: set[str], ever: set[str], what: str
+def _share_names(
+    local: list[tuple[str, str]], ran: set[str], logged_names: set[str], interval: str
 ) -> tuple[tuple[tuple[str, str], ...], set[str]]:
     """Exchange the names between ranks, and check that no rank lacks a name; collective.
 
     Args:
         local: This rank's (name, kind) pairs.
         ran: The name suffixes of the loaders from which this rank has run a batch.
-        ever: All names that this rank knows.
-        what: The interval, for the error.
+        logged_names: All names that this rank knows.
+        interval: The interval, for the error.
 
     Returns:
         The (name, kind) pairs to reduce, and all names that any rank knows.
@@ -154,24 +154,22 @@ def _agree(
         MetricError: A rank that has run batches of a loader lacks one of its names; raised on all
             ranks.
     """
-    reports = all_gather_object((local, ran, ever))
+    reports = all_gather_object((local, ran, logged_names))
     union = tuple(dict.fromkeys(pair for names, *_ in reports for pair in names))
-    for rank, (names, ran_there, _) in enumerate(reports):
-        missing = [
-            pair for pair in union if pair not in names and is_collective(pair[0], ran_there)
-        ]
+    for rank, (names, rank_ran, _) in enumerate(reports):
+        missing = [pair for pair in union if pair not in names and is_collective(pair[0], rank_ran)]
         if missing:
-            having = next(r for r, (others, *_) in enumerate(reports) if missing[0] in others)
+            other_rank = next(r for r, (logged, *_) in enumerate(reports) if missing[0] in logged)
             raise MetricError(
                 f"Rank {rank} did not log {', '.join(repr(name) for name, _ in missing)} in "
-                f"{what}, but rank {having} did. Every rank that runs a batch must log the same "
-                "names with the same `reduce`: move the call out of the condition that only some "
-                "ranks meet."
+                f"{interval}, but rank {other_rank} did. Every rank that runs a batch must log the "
+                "same names with the same `reduce`: move the call out of the condition that only "
+                "some ranks meet."
             )
     return union, set().union(*(names for *_, names in reports))
 
 
-def _emptied(metric: Any) -> Any:
+def _reset_copy(metric: Any) -> Any:
     """Return an empty copy of a torchmetrics object on the CPU, without hooks."""
     if metric is None:
         return None

@@ -61,8 +61,8 @@ class MetricStore:
             loader suffix by name.
         stepwise: The metric objects logged on steps of the current epoch; they are reset at its
             end.
-        held: Inside a validation: metric objects that hold values from before it, as their number
-            of updates by ``id``; -1 where the number is unknown.
+        outer_updates: Inside a validation: the number of updates of metric objects that hold values
+            from before it, by ``id``; -1 where the number is unknown.
         step_reduced: Whether the values of the latest update are already reduced.
     """
 
@@ -95,7 +95,7 @@ class MetricStore:
         self._objects_shown: set[str] = set()  # metric objects that the progress bar shows
         self.stepwise: dict[str, Any] = {}
         self._computed: list[Any] = []  # metric objects to be reset
-        self.held: dict[int, int] = {}
+        self.outer_updates: dict[int, int] = {}
         self.step_reduced = False
         self._first = (False, False)  # whether the batch is the first of its update and epoch
         self._outdated: set[str] = set()  # names with a validation value newer than the update
@@ -272,14 +272,14 @@ class MetricStore:
                 f"states of {self._world_size} processes. Log a torchmetrics.Metric, or plain "
                 "values."
             )
-        if getattr(value, "update_count", 0) > self.held.get(id(value), math.inf):
+        if getattr(value, "update_count", 0) > self.outer_updates.get(id(value), math.inf):
             raise ValueError(
                 f"The metric object {_public_name(key)!r} holds values of training, which would "
                 "mix with those of the validation. Use one object for each phase."
             )
         if self.loader_suffix:
             _check_one_loader(key, value, cells.objects)
-        cells.objects[key] = cells.known[key] = value
+        cells.objects[key] = cells.all_objects[key] = value
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class MetricStore:
         shown += self._objects_shown.intersection(cells.objects)
         self._kept.update({_public_name(name): values[name] for name in shown if name in values})
         pairs = self._reduction.pairs(cells)
-        self._computed += [cells.known[name] for name, kind in pairs if kind == "object"]
+        self._computed += [cells.all_objects[name] for name, kind in pairs if kind == "object"]
         if phase == "train" and not scope.by_callbacks:
             self._keep_last(cells, values)
             self._computed += self.stepwise.values()

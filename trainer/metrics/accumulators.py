@@ -1,4 +1,4 @@
-"""What metrics have taken in: saved, merged over ranks, and kept apart from a validation."""
+"""Save metric accumulators, merge them over ranks, and isolate them from a validation."""
 
 from __future__ import annotations
 

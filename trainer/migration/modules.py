@@ -1,4 +1,4 @@
-"""Makes modules of another library importable below a package of ours, where none has a file."""
+"""An import hook for another library's module paths below a package of ours."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 
 
 class ModuleFinder(MetaPathFinder, Loader):
-    """Finds and makes modules that have no file, and refuses those that are not here.
+    """Meta path finder and loader of modules without a file.
 
     Args:
         package: Our package, such as ``trainer.accelerate``.
-        names: For each module, without the package: what returns the value of a name in it.
-        refusal: Returns what to say of another module; None if it is none of the library's.
-        functions: Modules of which the package above has a function of the same name.
+        names: By module path, without the package: returns the value of a name in the module.
+        refusal: Returns the error message for an unsupported module path; None if the library has
+            no such module.
+        functions: Modules whose parent package has a function of the same name.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class ModuleFinder(MetaPathFinder, Loader):
         self._functions = functions
 
     def install(self) -> None:
-        """Make the modules importable; files and all other finders are asked first."""
+        """Make the modules importable, after all other finders."""
         for finder in sys.meta_path:
             if isinstance(finder, ModuleFinder) and finder.package == self.package:
                 return
@@ -50,7 +51,7 @@ class ModuleFinder(MetaPathFinder, Loader):
         """Return the spec of a module.
 
         Raises:
-            ModuleNotFoundError: It is not here; the text says what to use.
+            ModuleNotFoundError: It is not supported; the message names the replacement.
         """
         name = fullname.removeprefix(f"{self.package}.")
         if name == fullname:
@@ -63,7 +64,7 @@ class ModuleFinder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Make the module look its names up."""
+        """Let the module look up its names."""
         name = module.__name__.removeprefix(f"{self.package}.")
         module.__getattr__ = self._names[name]  # type: ignore[method-assign]  # PEP 562
         for inner in self._functions:

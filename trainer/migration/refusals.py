@@ -1,4 +1,4 @@
-"""Errors about what was written for another trainer: all findings at once, each with what to use.
+"""Errors about code for another trainer: all findings at once, each with its replacement.
 
 A method that a user has written and nobody calls is a silent mistake. Each hook of LightningModule,
 LightningDataModule and Lightning's Callback, of its releases 1.5 to 2.x, is therefore either called
@@ -48,11 +48,11 @@ UNCALLED = {
 
 
 def argument_refusals(arguments: Mapping[str, Any], parameters: Iterable[str]) -> dict[str, str]:
-    """Return for each argument that the Trainer does not have a sentence that says what to pass.
+    """Return a sentence for each unknown argument of the Trainer, which says what to pass.
 
     Args:
         arguments: The arguments with their values, which may be ``...`` if unknown.
-        parameters: The arguments that it has.
+        parameters: The arguments that the Trainer has.
     """
     names = sorted(parameters)
     refusals = {name: _refusal(name, value, names) for name, value in arguments.items()}
@@ -65,7 +65,7 @@ def argument_refusals(arguments: Mapping[str, Any], parameters: Iterable[str]) -
 
 
 def _refusal(name: str, value: Any, names: list[str]) -> str:
-    """What follows after the statement that there is no such argument; nothing if empty."""
+    """Return the advice that follows "Trainer has no argument"; empty without any."""
     if general := ARGUMENTS.get(name):
         instead = instead_of(name, general, value)
         return f"; {'' if instead.startswith(NOTHING) else 'use '}{instead}."
@@ -77,7 +77,7 @@ def _refusal(name: str, value: Any, names: list[str]) -> str:
 
 
 def refused_hooks(kind: str, bases: Iterable[type]) -> dict[str, str]:
-    """Return the hooks that nobody would call, each with what to use.
+    """Return the hooks that nothing would call, each with its replacement.
 
     Args:
         kind: ``"module"``, ``"callback"``, ``"datamodule"``, ``"trainer"`` or ``"logger"``.

@@ -1,6 +1,6 @@
-"""What to use in place of an argument of another Trainer, where that depends on its value.
+"""Replacements of another Trainer's arguments that depend on the value, and invalid values.
 
-And the values of Lightning's arguments that `trainer.lightning` cannot take.
+The invalid values are those of Lightning's arguments that `trainer.lightning` cannot take.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIND_UNUSED = "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_param
 
 
 def _devices(value: Any) -> str:
-    """In place of a number of devices, or of their indices in a list or between commas."""
+    """Replace a number of devices, or device indices in a list or separated by commas."""
     if isinstance(value, str) and "," in value:
         value = [index.strip() for index in value.split(",") if index.strip()]
     indices = isinstance(value, (list, tuple))
@@ -74,7 +74,7 @@ def _precision(value: Any) -> str:
 
 
 def _every_batches(value: Any) -> str:
-    """In place of an interval in batches, in a part of an epoch if a float, or in time."""
+    """Replace an interval in batches (int), in parts of an epoch (float), or in time."""
     if isinstance(value, float):
         return _every_epochs(value)
     if isinstance(value, (str, timedelta, Mapping)):
@@ -92,7 +92,7 @@ def _every_epochs(value: Any) -> str:
 
 
 def _every_steps(value: Any) -> str:
-    """In place of an interval in updates, or, if it is below 1, in a part of the run."""
+    """Replace an interval in updates, or, below 1, in parts of the run."""
     return f"val_every='{_integer(value)} steps'"
 
 
@@ -115,7 +115,7 @@ def _save_strategy(value: Any) -> str:
 
 
 def _choice_name(value: Any) -> str:
-    """A choice of Hugging Face's, which may be a member of its enumerations."""
+    """Return the name of a Hugging Face choice, given as a text or an enum member."""
     return str(getattr(value, "value", value)).lower()
 
 
@@ -126,7 +126,7 @@ def _num_epochs(value: Any) -> str:
 
 
 def _on_by_default(name: str) -> Callable[[Any], str]:
-    """In place of a switch that is on by default, as is the argument ``name``."""
+    """Replace a switch that is on by default, as our argument ``name`` is."""
 
     def instead(value: Any) -> str:
         off = isinstance(value, int) and not value
@@ -203,15 +203,15 @@ BY_VALUE: dict[str, Callable[[Any], str]] = {
     "val_check_interval": _every_batches,
 }
 """Argument: what to use for a value."""
-_SAID_BY_NONE = ("check_val_every_n_epoch", "save_total_limit")  # elsewhere it asks for nothing
+_NONE_IS_A_VALUE = ("check_val_every_n_epoch", "save_total_limit")  # elsewhere None is unset
 
 
 def instead_of(name: str, general: str, value: Any) -> str:
-    """Return what to use in place of an argument.
+    """Return the replacement of an argument.
 
     Args:
         name: The argument.
-        general: What the table says.
+        general: The replacement in the table.
         value: Its value; ``...`` if unknown.
     """
     if value is ...:
@@ -222,9 +222,9 @@ def instead_of(name: str, general: str, value: Any) -> str:
 
 
 def _asks_for_nothing(name: str, general: str, value: Any) -> bool:
-    """Whether the value switches the argument's part off, where nothing but that is to be said."""
+    """Whether the value turns the feature off, so that the argument can be left out."""
     if value is None:
-        return name not in _SAID_BY_NONE
+        return name not in _NONE_IS_A_VALUE
     if name in BY_VALUE:
         return False
     if isinstance(value, (str, list, tuple, dict)):

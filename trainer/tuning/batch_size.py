@@ -1,8 +1,8 @@
-"""The search for the largest batch that fits into memory.
+"""Search for the largest batch that fits into memory.
 
-Each process tries a size by itself, so that one that runs out of memory leaves no other waiting in
-a reduction; then all agree. A buffer of the size of the gradients, which the engine of several
-processes needs in addition to them, is set aside meanwhile.
+Each process tries a size on its own, so that an out-of-memory error leaves no other process waiting
+in a collective; then all agree. With several processes, buffers of the size of the gradients are
+allocated during a trial, because the engine needs them.
 """
 
 # ruff: noqa: ARG001, ARG002 - a hook takes what the loop passes, used or not
@@ -64,7 +64,7 @@ class BatchSizeSearch:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The sizes to try; see `Tuner.scale_batch_size`.
+    """Which sizes to try; see `Tuner.scale_batch_size`.
 
     Raises:
         ValueError: A value is outside its range.
@@ -95,11 +95,11 @@ class Search:
             raise ValueError(f"margin is {self.margin}; it must be 0 or more and below 1.")
 
     def largest(self, try_size: Callable[[int], tuple[bool, int | None]]) -> dict[int, bool]:
-        """Try sizes; the largest that fits, before the margin is subtracted, is the answer.
+        """Try sizes until the largest that fits is found; the margin is not subtracted.
 
         Args:
             try_size: Takes a size; returns whether it fits, and the largest batch that the data can
-                fill, or None if that is unknown.
+                fill, or None if unknown.
 
         Returns:
             Each size that was tried and whether it fits.
@@ -134,7 +134,7 @@ class Search:
 
 
 def _batch_start_hook(method: str) -> Callable[..., None]:
-    """Return the hook for the start of each batch of an entry point."""
+    """Return the batch-start hook of an entry point, which records the batch's size."""
 
     def record(
         self: _BatchRecorder, trainer: Trainer, module: TrainModule, batch: Any, *which: int
@@ -248,10 +248,10 @@ class TrialTarget:
             )
 
     def attempt(self, size: int, steps: int) -> tuple[bool, int | None]:
-        """Try a size on this process, as do the others; collective.
+        """Try a size on each process; collective.
 
         Returns:
-            Whether it fits on all, and the largest batch that the data can fill, if known.
+            Whether it fits on all processes; the largest batch that the data can fill, or None.
         """
         error: Exception | None = None
         fits, num_samples = True, None

@@ -1,4 +1,4 @@
-"""What all trials share: a Trainer that writes nothing, on copies of the module and its data."""
+"""Trials: a Trainer that writes nothing, on copies of the module and its data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrialAccelerator:
 
     Args:
         accelerator: The user's, which provides everything else.
-        alone: Work without the other processes, so that a failure leaves none of them waiting.
+        alone: Run without the other processes, so that none of them waits after a failure.
     """
 
     def __init__(self, accelerator: Accelerator, *, alone: bool) -> None:

@@ -1,4 +1,4 @@
-"""What scripts ask about packages, devices, versions and settings."""
+"""Query installed packages, devices, versions and settings."""
 
 from __future__ import annotations
 
@@ -278,13 +278,13 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """Return the first of these variables that is an integer from 0 on, else `default`."""
+    """Return the first of these variables that is an integer of at least 0, else `default`."""
     values = (environment.read_int(key) for key in env_keys)
     return next((value for value in values if value is not None and value >= 0), default)
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the modules that have been imported."""
+    """Return the modules among these that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 

@@ -89,7 +89,7 @@ def recursively_apply(
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return a tensor that one process has on all of them; the others pass None. Collective.
+    """Broadcast a tensor that one process has; the others pass None. Collective.
 
     Raises:
         ValueError: No process has a tensor, or several have.

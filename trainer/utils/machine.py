@@ -1,4 +1,4 @@
-"""What scripts ask about the machine: devices, cores, ports and the kernel."""
+"""Query the machine: devices, cores, ports and the kernel."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def _nvidia_smi(query: str) -> list[str]:
-    """Return what the driver says of each GPU, a line each; asking it initialises no device."""
+    """Return nvidia-smi's answer for each GPU; the query initialises no device."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        raise FileNotFoundError("nvidia-smi is not installed, so there is no driver of NVIDIA.")
+        raise FileNotFoundError("nvidia-smi is not installed: there is no NVIDIA driver.")
     command = [program, f"--query-gpu={query}", "--format=csv,noheader"]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     return [line.strip() for line in result.stdout.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""What scripts do with modules, their parts and their weights."""
+"""Helpers for modules, their submodules and their weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def extract_model_from_parallel(
     keep_torch_compile: bool = True,
     recursive: bool = False,
 ) -> nn.Module:
-    """As `Accelerator.unwrap_model`; `recursive` replaces wrapped submodules too, in place."""
+    """Same as `Accelerator.unwrap_model`; `recursive` also unwraps submodules, in place."""
     model = unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
     if recursive:
         for part in list(model.modules()):
@@ -71,7 +71,7 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return over how many processes transformers splits a model's layers; None if it does not."""
+    """Return the number of processes over which transformers splits a model's layers, or None."""
     size = getattr(model, "tp_size", None)
     if size is None:
         config = getattr(getattr(model, "config", None), "distributed_config", None)
@@ -110,7 +110,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return contiguous tensors, of those that share memory the first one only."""
+    """Return contiguous tensors, and only the first of those that share memory."""
     non_tensors = {n: value for n, value in state_dict.items() if not isinstance(value, Tensor)}
     tensors, tied = separate_tied({n: v for n, v in state_dict.items() if n not in non_tensors})
     if tied:
@@ -161,7 +161,7 @@ def ensure_weights_retied(
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict whose names are without those of checkpointing and compile wrappers."""
+    """Remove the names of checkpointing and compile wrappers from the keys."""
     added = {"_checkpoint_wrapped_module", COMPILED}
     return {
         ".".join(part for part in name.split(".") if part not in added): value
@@ -193,5 +193,5 @@ def get_grad_scaler(
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """As `get_grad_scaler`."""
+    """Same as `get_grad_scaler`."""
     return get_grad_scaler(**kwargs)

@@ -1,4 +1,4 @@
-"""Names that only scripts need, and functions that differ from those of these names elsewhere."""
+"""Names for ported scripts, and functions whose defaults differ from ours."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ SAFE_WEIGHTS_PATTERN_NAME = f"{SAFE_MODEL_NAME}{{suffix}}{Path(SAFE_WEIGHTS_NAME
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """As `Accelerator.reduce`, except that the mean is the default."""
+    """Same as `Accelerator.reduce`, with the mean as the default."""
     return _reduce(tensor, reduction, scale)
 
 
 def wait_for_everyone() -> None:
-    """As `Accelerator.wait_for_everyone`."""
+    """Same as `Accelerator.wait_for_everyone`."""
     PartialState().wait_for_everyone()
 
 
 def synchronize_rng_state(rng_type: str | RNGType, generator: Generator | None = None) -> None:
-    """As `synchronize_rng_states`, for one type."""
+    """Same as `synchronize_rng_states`, for one type."""
     synchronize_rng_states([rng_type], generator)
 
 

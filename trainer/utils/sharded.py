@@ -1,4 +1,4 @@
-"""Sharded models in scripts that take the steps of FSDP themselves.
+"""Helpers for scripts that call the steps of FSDP themselves.
 
 `Accelerator.prepare`, `Accelerator.save_state` and `Accelerator.load_state` do all of this.
 """
@@ -54,7 +54,7 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool]:
-    """Return a function that tells whether a submodule gathers its parameters by itself."""
+    """Return a predicate: whether a submodule is an FSDP unit of its own."""
     from trainer.engines.fsdp import units_of
 
     units = set(units_of(model, fsdp2_plugin))
@@ -94,12 +94,12 @@ def fsdp2_load_full_state_dict(
     full_sd: Mapping[str, torch.Tensor],
     cpu_offload: bool = False,
 ) -> None:
-    """Load whole weights of rank 0 into a sharded model, a tensor at a time; collective.
+    """Load the full weights of rank 0 into a sharded model, one tensor at a time; collective.
 
     Args:
         accelerator: The `Accelerator`.
         model: The sharded model.
-        full_sd: The weights, on rank 0; the others may pass an empty dict.
+        full_sd: The weights on rank 0; other ranks may pass an empty dict.
         cpu_offload: Not used: shards stay where they are.
 
     Raises:

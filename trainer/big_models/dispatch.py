@@ -105,7 +105,7 @@ def disk_offload(
     Raises:
         ValueError: A weight has values neither in the model nor in the folder.
     """
-    index = _write(model, _offloadable(model, offload_buffers), offload_dir)
+    index = _write_to_disk(model, _offloadable(model, offload_buffers), offload_dir)
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
@@ -208,13 +208,13 @@ def dispatch_model(
             main = next((device for device in devices if device not in HOSTS), "cpu")
         host = as_device(main).type in ("cpu", "mps")  # whose memory is the CPU's
         offloaded_to = HOSTS[1:] if host else HOSTS
-        away = {name: device in offloaded_to for name, device in device_map.items()}
+        offloads = {name: device in offloaded_to for name, device in device_map.items()}
         run_on = {"": main, **{n: main if p in HOSTS else p for n, p in device_map.items()}}
-        tensors = _TensorLocations(model, device_map, away, run_on, offload_buffers)
+        tensors = _TensorLocations(model, device_map, offloads, run_on, offload_buffers)
         attach_align_device_hook_on_blocks(
             model,
             run_on,
-            {"": False, **away},
+            {"": False, **offloads},
             weights_map=tensors.weights(state_dict, offload_dir, offload_index),
             offload_buffers=offload_buffers,
             skip_keys=skip_keys,
@@ -223,7 +223,7 @@ def dispatch_model(
         )
         for name in MOVE_METHODS:
             if hasattr(type(model), name):
-                method = functools.partial(_move, model, name)
+                method = functools.partial(_checked_move, model, name)
                 model.__dict__[name] = functools.update_wrapper(method, getattr(type(model), name))
     model.__dict__["hf_device_map"] = dict(device_map)  # the name that other libraries look for
     return model
@@ -240,14 +240,14 @@ def _remove_hooks(model: nn.Module) -> None:
     offloaded = [name for name, tensor in tensors.items() if tensor.is_meta]
     offloaded += [name for name, tensor in model.named_buffers() if tensor.is_meta]
     remove_hook_from_submodules(model)
-    made: dict[Any, Tensor] = {}  # so that tied weights are tied again
+    tied: dict[Any, Tensor] = {}  # so that tied weights are tied again
     for name in offloaded:
         value = state.get(name)
         if value is None or value.is_meta:
             continue
-        if (existing := made.get(memory_of(value))) is None:
+        if (existing := tied.get(memory_of(value))) is None:
             set_module_tensor_to_device(model, name, "cpu", value)
-            made[memory_of(value)] = find_tensor(model, name)
+            tied[memory_of(value)] = find_tensor(model, name)
         else:
             set_tensor(model, name, existing)
     for part, hook in others:
@@ -265,35 +265,35 @@ class _TensorLocations:
         self,
         model: nn.Module,
         device_map: Mapping[str, Device],
-        away: Mapping[str, bool],
+        offloads: Mapping[str, bool],
         run_on: Mapping[str, Device],
         offload_buffers: bool,
     ) -> None:
         self._model, self._map = model, device_map
         self.tied: TiedCopies = {}
         names = _offloadable(model, offload_buffers)
-        self._away = {
-            n: str(self._at(n)) for n in names if away[longest_prefix(n, device_map) or ""]
-        }
-        check_values(model, self._away)
+        offloaded = [name for name in names if offloads[longest_prefix(name, device_map) or ""]]
+        self._offloaded_to = {name: str(self._device_of(name)) for name in offloaded}
+        check_values(model, self._offloaded_to)
         self._in_memory: dict[str, Tensor] = {}
         self._originals: list[Tensor] = []  # keeps the addresses in `tied` from being used again
         for group in find_tied_parameters(model):
             self._keep_tied(group, run_on)
 
-    def _at(self, name: str) -> Device:
+    def _device_of(self, name: str) -> Device:
         return self._map[longest_prefix(name, self._map) or ""]
 
     def _keep_tied(self, group: list[str], run_on: Mapping[str, Device]) -> None:
         """Keep a tied weight once on each device; offload it only if all its names are."""
         value = find_tensor(self._model, group[0])
-        resident = [name for name in group if name not in self._away]
-        offloaded = [name for name in group if name in self._away]
-        if value.is_meta or not (resident or any(self._away[name] != DISK for name in offloaded)):
+        resident = [name for name in group if name not in self._offloaded_to]
+        offloaded = [name for name in group if name in self._offloaded_to]
+        on_cpu = any(self._offloaded_to[name] != DISK for name in offloaded)
+        if value.is_meta or not (resident or on_cpu):
             return  # it is read from the disk by any of its names
         self.tied[value.data_ptr()] = {}
         self._originals.append(value.detach())
-        if len({str(self._at(name)) for name in resident}) > 1:
+        if len({str(self._device_of(name)) for name in resident}) > 1:
             logger.warning(
                 "The tied weights %s are on several devices, and become separate weights.",
                 ", ".join(resident),
@@ -318,12 +318,12 @@ class _TensorLocations:
         """Return the offloaded weights by name, those of the disk written if they have values."""
         memory = self._in_memory
         state = self._model.state_dict() if state_dict is None else state_dict
-        for name, device in self._away.items():
+        for name, device in self._offloaded_to.items():
             if device != DISK and name not in memory:
                 if state[name].is_meta:
                     raise ValueError(_no_values([name], "state_dict"))
                 memory[name] = state[name].to("cpu")
-        on_disk = [name for name in self._away if name not in memory]
+        on_disk = [name for name in self._offloaded_to if name not in memory]
         if on_disk and folder is None and index is None:
             raise ValueError(
                 "We need an `offload_dir` to dispatch this model according to this `device_map`, "
@@ -333,14 +333,14 @@ class _TensorLocations:
         if on_disk and index is not None:
             offloaded = {name: index[name] for name in on_disk if name in index}
         elif on_disk and folder is not None:
-            offloaded = _write(self._model, on_disk, folder)
+            offloaded = _write_to_disk(self._model, on_disk, folder)
         return OffloadedWeightsLoader(memory, folder, offloaded)
 
 
-def _write(model: nn.Module, names: Sequence[str], folder: Folder) -> Index:
+def _write_to_disk(model: nn.Module, names: Sequence[str], folder: Folder) -> Index:
     """Write the weights that have values to an offload folder; return the entries of all."""
-    here = model.state_dict()
-    offload_state_dict(folder, {name: here[name] for name in names if not here[name].is_meta})
+    current = model.state_dict()
+    offload_state_dict(folder, {name: current[name] for name in names if not current[name].is_meta})
     index = read_offload_index(folder) if os.path.exists(Path(folder) / INDEX) else {}
     if missing := [name for name in names if name not in index]:
         raise ValueError(_no_values(missing, os.fspath(folder)))
@@ -376,7 +376,7 @@ def _no_values(names: list[str], where: str) -> str:
     )
 
 
-def _move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> nn.Module:
+def _checked_move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> nn.Module:
     """Call a method that moves a dispatched model, if nothing of it is offloaded."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise RuntimeError(

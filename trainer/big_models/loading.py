@@ -143,14 +143,14 @@ def load_state_dict(
     """
     devices = device_map or {}
     loaded: dict[str, Tensor] = {}
-    made: dict[int, Tensor] = {}
-    for name, (source, _) in _sources(Path(checkpoint_file)).items():
+    tensors: dict[int, Tensor] = {}
+    for name, (source, _) in _weights_of_file(Path(checkpoint_file)).items():
         target = devices.get(longest_prefix(name, devices) or "", "cpu")
-        if id(source) not in made:
+        if id(source) not in tensors:
             tensor = materialize(source)
             device = as_device("cpu" if target == DISK else target)
-            made[id(source)] = tensor.to(device, copy=tensor is source)
-        loaded[name] = made[id(source)]
+            tensors[id(source)] = tensor.to(device, copy=tensor is source)
+        loaded[name] = tensors[id(source)]
     return loaded
 
 
@@ -212,22 +212,22 @@ def load_checkpoint_in_model(
             "sharded by FSDP reads its own part with Accelerator.load_state."
         )
     files = find_weight_files(checkpoint)
-    wanted = None if dtype is None else parse_dtype(dtype)
+    target_dtype = None if dtype is None else parse_dtype(dtype)
     devices = None if device_map is None else devices_of(model, device_map)
     check_folder(devices or {}, offload_folder)
-    here = model.state_dict(keep_vars=True)
+    current = model.state_dict(keep_vars=True)
     mismatch = check_checkpoint(model, files, checkpoint)
     check_strict(mismatch, checkpoint, strict)
-    empty = any(isinstance(value, Tensor) and value.is_meta for value in here.values())
-    if devices is None and wanted is None and not empty:
-        named_mismatch = _fill(model, files)
+    empty = any(isinstance(value, Tensor) and value.is_meta for value in current.values())
+    if devices is None and target_dtype is None and not empty:
+        named_mismatch = _copy_weights(model, files)
     else:
         placement = Placement(
-            here=here,
+            current=current,
             devices=devices,
             folder=None if offload_folder is None else Path(offload_folder),
-            dtype=wanted,
-            fp32=keep_in_fp32_modules or [] if wanted == torch.float16 else [],
+            dtype=target_dtype,
+            fp32=keep_in_fp32_modules or [] if target_dtype == torch.float16 else [],
             disk_buffers=offload_buffers,
         )
         named_mismatch = placement.load(model, files)
@@ -237,7 +237,7 @@ def load_checkpoint_in_model(
     warn_of_mismatch(mismatch, checkpoint)
 
 
-def _sources(file: Path) -> dict[str, tuple[Tensor | ShardedTensor, str]]:
+def _weights_of_file(file: Path) -> dict[str, tuple[Tensor | ShardedTensor, str]]:
     """Return each weight of a file, and the name that it has there, by all its names."""
     if file.suffix != ".safetensors":
         return {name: (tensor, name) for name, tensor in read_each(file)}
@@ -254,7 +254,7 @@ class Placement:
     """Creates the new tensors of a model, each only once if it has several names.
 
     Attributes:
-        here: The model's state dict, with its variables.
+        current: The model's state dict, with its variables.
         devices: The device or ``"disk"`` of each weight; None means where it is.
         folder: The offload folder.
         dtype: The dtype of floating-point weights; None means that of the model.
@@ -263,7 +263,7 @@ class Placement:
         index: The index of the offload folder.
     """
 
-    here: Mapping[str, Any]
+    current: Mapping[str, Any]
     devices: Mapping[str, str | torch.device] | None
     folder: Path | None
     dtype: torch.dtype | None
@@ -275,35 +275,35 @@ class Placement:
         """Load the weights of files, and return which names differ."""
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-        made: set[int] = set()
+        loaded: set[int] = set()
         names: dict[int, list[str]] = {}
-        for name, value in self.here.items():
+        for name, value in self.current.items():
             names.setdefault(id(value), []).append(name)
-        seen: list[Any] = []
+        results: list[Any] = []
         for file in files:
             part: dict[str, Tensor] = {}
-            for name, (source, stored) in own_names(model, _sources(file)).items():
+            for name, (source, stored) in own_names(model, _weights_of_file(file)).items():
                 # For set_extra_state, and for modules whose load hooks rename keys.
-                if not isinstance(self.here.get(name), Tensor):
+                if not isinstance(self.current.get(name), Tensor):
                     part[name] = as_given(name, _materialized(source))
-                elif (key := id(self.here[name])) not in made:
-                    made.add(key)
-                    value = self.make(names[key], source, file, stored)
+                elif (key := id(self.current[name])) not in loaded:
+                    loaded.add(key)
+                    value = self.make_tensor(names[key], source, file, stored)
                     if value is not None:
                         part.update(dict.fromkeys(names[key], value))
-            seen.append(model.load_state_dict(part, strict=False, assign=True))
+            results.append(model.load_state_dict(part, strict=False, assign=True))
         if self.folder is not None:
             save_offload_index(self.index, self.folder)
-        return _combined(seen)
+        return _combine_mismatches(results)
 
-    def make(
+    def make_tensor(
         self, names: list[str], source: Tensor | ShardedTensor, file: Path, stored: str
     ) -> Tensor | None:
         """Return the new tensor for all names of an old one; None if it is there already."""
-        old = self.here[names[0]]
+        old = self.current[names[0]]
         dtype = old.dtype
         if source.dtype.is_floating_point:
-            dtype = torch.float32 if self.is_kept(names) else self.dtype or old.dtype
+            dtype = torch.float32 if self.stays_in_fp32(names) else self.dtype or old.dtype
         device = self.device(names)
         if device == DISK:
             self._offload(names, source, dtype, file, stored)
@@ -315,7 +315,7 @@ class Placement:
 
     def device(self, names: list[str]) -> str | torch.device:
         """Return the device or ``"disk"`` of a weight with these names."""
-        old = self.here[names[0]]
+        old = self.current[names[0]]
         if self.devices is None:
             return torch.device(old.device)
         devices = [self.devices[name] for name in names]
@@ -339,7 +339,7 @@ class Placement:
             offload_weight(materialize(source).to(dtype), names[0], self.folder, self.index)
         self.index.update(dict.fromkeys(names, self.index[names[0]]))
 
-    def is_kept(self, names: Iterable[str]) -> bool:
+    def stays_in_fp32(self, names: Iterable[str]) -> bool:
         """Return whether a weight with these names stays in 32 bits."""
         return any(f".{module}." in f".{name}" for module in self.fp32 for name in names)
 
@@ -349,8 +349,8 @@ def _materialized(source: Tensor | ShardedTensor) -> Tensor:
     return source.whole() if isinstance(source, ShardedTensor) else source.clone()
 
 
-def _fill(model: nn.Module, files: Iterable[Path]) -> KeyMismatch:
-    return _combined(
+def _copy_weights(model: nn.Module, files: Iterable[Path]) -> KeyMismatch:
+    return _combine_mismatches(
         [
             model.load_state_dict(
                 own_names(model, {name: as_given(name, value) for name, value in read_each(file)}),
@@ -361,7 +361,7 @@ def _fill(model: nn.Module, files: Iterable[Path]) -> KeyMismatch:
     )
 
 
-def _combined(results: list[Any]) -> KeyMismatch:
+def _combine_mismatches(results: list[Any]) -> KeyMismatch:
     """Return the names missing from every file, and the names that the model does not have."""
     missing = set.intersection(*(set(result.missing_keys) for result in results))
     unexpected = set().union(*(set(result.unexpected_keys) for result in results))
@@ -379,9 +379,9 @@ def check_checkpoint(model: nn.Module, files: Iterable[Path], checkpoint: object
     for file in files:
         shapes |= own_names(model, read_shapes(file))
     mismatch = compare(model, shapes).bare(model)
-    for name, (saved, here) in mismatch.misshaped.items():
+    for name, (saved, expected) in mismatch.misshaped.items():
         raise ValueError(
-            f"The weight {name!r} has shape {saved} in {checkpoint} and {here} in the model; "
+            f"The weight {name!r} has shape {saved} in {checkpoint} and {expected} in the model; "
             "create the model as it was when it was saved."
         )
     return mismatch

@@ -287,9 +287,9 @@ class _Loss:
             weight = float(count(part) / total) if real and total else 0.0
             self._parts.append((real or 1, part, weight))
 
-    def __call__(self, output: Any, which: Tensor) -> Tensor:
+    def __call__(self, output: Any, index: Tensor) -> Tensor:
         """Return the weighted loss of a micro-batch, by its number."""
-        real, target, weight = self._parts[int(which)]
+        real, target, weight = self._parts[int(index)]
         loss = self._function(slice_tensors(self.rebuild(output), slice(real)), target) * weight
         if loss.shape:
             raise ValueError(
@@ -317,13 +317,13 @@ class _Stages:
         state = PartialState()
         if number is not None:
             check_counts(1, num_chunks=number)
-        self._number = number or state.num_processes
+        self._num_microbatches = number or state.num_processes
         self._model = model
         self._traced = copy.copy(model)  # `prepare_pippy` replaces forward of the other one
         self._forward = self._traced.forward
         self._loss, self._schedule = loss, schedule
         self._device = state.device
-        self._rank, self._last = state.process_index, state.num_processes - 1
+        self._rank, self._last_rank = state.process_index, state.num_processes - 1
         self._schedules: dict[Any, Any] = {}
         self._error: Exception | None = None  # the first one of this process in a batch
         named = [
@@ -336,7 +336,7 @@ class _Stages:
         self.split_points = _check_split_points(
             model, split_points, no_split_module_classes, state.num_processes
         )
-        if self._last == 0:
+        if self._last_rank == 0:
             model.to(self._device)
             return
         check_pipelining()
@@ -351,7 +351,7 @@ class _Stages:
         Raises:
             ValueError: See above.
         """
-        if self._last == 0:
+        if self._last_rank == 0:
             return
         stages: set[int] = set()
         for name, parameter in self._model.named_parameters():
@@ -363,7 +363,7 @@ class _Stages:
                     "uses, or shard the model instead (fsdp_plugin, --use_fsdp)."
                 )
             stages |= users if parameter.requires_grad else set()
-        if missing := sorted({*range(self._last + 1)} - stages):
+        if missing := sorted({*range(self._last_rank + 1)} - stages):
             raise ValueError(
                 f"No parameter of stage {missing[0]} is trained: split at other modules than "
                 f"{self.split_points}, so that each stage has some."
@@ -372,7 +372,7 @@ class _Stages:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this process, under their names in the whole model."""
         for name, parameter in self._model.named_parameters():
-            tensor = parameter if self._last == 0 else self._stage_tensors.get(id(parameter))
+            tensor = parameter if self._last_rank == 0 else self._stage_tensors.get(id(parameter))
             if isinstance(tensor, nn.Parameter):
                 yield name, tensor
 
@@ -389,16 +389,16 @@ class _Stages:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Return the model's output on the last process, and None elsewhere."""
-        if self._last == 0:
+        if self._last_rank == 0:
             args, kwargs = send_to_device((args, kwargs), self._device)
             return self._model(*args, **kwargs)
         plan = self._broadcast_spec(args, kwargs, None)
-        size = -(-plan.rows // self._number)
+        size = -(-plan.rows // self._num_microbatches)
         schedule, rebuild = self._prepare(plan, size, "output")
         args, kwargs = self._pad_inputs(args, kwargs, plan.rows, size)
         output = schedule.eval(*args, **kwargs)
         exchange(self._error, "pipeline")
-        if self._rank < self._last:
+        if self._rank < self._last_rank:
             return None
         return slice_tensors(rebuild(output), slice(plan.rows))
 
@@ -406,19 +406,19 @@ class _Stages:
         """Return the loss of a batch, and with `backward` add to the gradients."""
         loss = self._loss
         assert loss is not None
-        if self._last == 0:
+        if self._last_rank == 0:
             return self._run_alone(loss, args, kwargs, target, backward=backward)
         plan = self._broadcast_spec(args, kwargs, target)
-        size = -(-plan.rows // self._number)
+        size = -(-plan.rows // self._num_microbatches)
         schedule, loss.rebuild = self._prepare(plan, size, "gradient" if backward else "loss")
         args, kwargs = self._pad_inputs(args, kwargs, plan.rows, size)
         target = self._send_target(plan.target, plan.rows, target)
         losses: list[Tensor] | None = None
         numbers = None
-        if self._rank == self._last:
-            losses, numbers = [], torch.arange(self._number)
+        if self._rank == self._last_rank:
+            losses, numbers = [], torch.arange(self._num_microbatches)
             try:
-                loss.begin(target, plan.rows, size, self._number)
+                loss.begin(target, plan.rows, size, self._num_microbatches)
             except Exception as error:  # noqa: BLE001 - raised below
                 self._error = error
         run = schedule.step if backward else schedule.eval
@@ -427,7 +427,7 @@ class _Stages:
         total = torch.zeros((), device=self._device)
         if losses:
             total += torch.stack([loss.detach().float() for loss in losses]).sum()
-        transport.send(total, self._last)
+        transport.send(total, self._last_rank)
         return total
 
     def _run_alone(
@@ -435,14 +435,14 @@ class _Stages:
     ) -> Tensor:
         args, kwargs, target = send_to_device((args, kwargs, target), self._device)
         rows = _check_rows(args, kwargs, target)
-        size = -(-rows // self._number)
+        size = -(-rows // self._num_microbatches)
         number = -(-rows // size)
         loss.begin(target, rows, size, number)
         total = torch.zeros((), device=self._device)
-        for which in range(number):
-            part = slice(which * size, (which + 1) * size)
+        for index in range(number):
+            part = slice(index * size, (index + 1) * size)
             inputs, keywords = slice_tensors((args, kwargs), part)
-            value = loss(self._model(*inputs, **keywords), torch.tensor(which))
+            value = loss(self._model(*inputs, **keywords), torch.tensor(index))
             if backward:
                 value.backward()
             total += value.detach().float()
@@ -474,7 +474,7 @@ class _Stages:
         if self._rank > 0:
             return (), {}
         args, kwargs = send_to_device((args, kwargs), self._device)
-        missing = size * self._number - rows
+        missing = size * self._num_microbatches - rows
         if not missing:
             return args, kwargs
 
@@ -545,7 +545,7 @@ class _Stages:
         finally:
             for hook in hooks:
                 hook.remove()
-        places = self._check(pipe)
+        output_indices = self._check_stages(pipe)
         for index in range(pipe.num_stages):
             part = pipe.get_stage_module(index)
             for name in {*dict(part.named_parameters()), *dict(part.named_buffers())}:
@@ -562,8 +562,8 @@ class _Stages:
             pipelining, _SCHEDULES[self._schedule if operation == "gradient" else "GPipe"]
         )
         loss = None if operation == "output" else self._zeros_after_error(self._loss, _zeros)
-        rebuild = partial(_rebuild_output, skeleton, places)
-        return kind(stage, self._number, loss_fn=loss, scale_grads=False), rebuild
+        rebuild = partial(_rebuild_output, skeleton, output_indices)
+        return kind(stage, self._num_microbatches, loss_fn=loss, scale_grads=False), rebuild
 
     def _zeros_after_error(self, function: Any, zeros: Callable[[], Any]) -> Callable[..., Any]:
         """Let a function return zeros after an error: the other stages wait for what it returns."""
@@ -578,21 +578,21 @@ class _Stages:
 
         return call
 
-    def _check(self, pipe: Any) -> list[int]:
+    def _check_stages(self, pipe: Any) -> list[int]:
         """Return the place of each tensor of the model's output among those of the last stage.
 
         Raises:
             ValueError: The model cannot run as these stages.
         """
-        if pipe.num_stages != self._last + 1:
+        if pipe.num_stages != self._last_rank + 1:
             raise ValueError(
                 f"split_points {self.split_points} cut {type(self._model).__name__} into "
-                f"{pipe.num_stages} stages, for {self._last + 1} processes. Name modules that "
+                f"{pipe.num_stages} stages, for {self._last_rank + 1} processes. Name modules that "
                 "forward calls once, with layers before each."
             )
-        _relay(pipe)
+        _relay_values(pipe)
         (output,) = pipe.split_gm.graph.find_nodes(op="output")
-        return [_place(node) for node in leaves(output.args)]
+        return [_output_index(node) for node in leaves(output.args)]
 
     def _place_tensors(self, part: nn.Module) -> None:
         """Put the parameters and buffers of this process, on its device, into a traced stage."""
@@ -611,12 +611,12 @@ class _Stages:
             setattr(part.get_submodule(parent), name, self._stage_tensors[id(tensor)])
 
 
-def _place(value: Any) -> int:
+def _output_index(value: Any) -> int:
     """Return the place of a value in the graph of the stages in what its stage returns."""
     return 0 if value.op == "call_module" else int(value.args[1])
 
 
-def _relay(pipe: Any) -> None:
+def _relay_values(pipe: Any) -> None:
     """Let each stage pass on what later ones need of earlier ones.
 
     Torch sends a value to several stages, but no gradients back. It passes the model's arguments to
@@ -643,9 +643,9 @@ def _relay(pipe: Any) -> None:
                     continue
                 source = value if value.op == "call_module" else value.args[0]
                 taken[value] = part.placeholder(f"relayed_{value.name}")
-                taken[value].meta["val"] = returned[source][_place(value)].meta["val"]
+                taken[value].meta["val"] = returned[source][_output_index(value)].meta["val"]
         # Tensors arrive in the order in which the stage before returns them.
-        stage.args = tuple(sorted(taken, key=_place) if index else arguments)
+        stage.args = tuple(sorted(taken, key=_output_index) if index else arguments)
         body = next(node for node in part.nodes if node.op != "placeholder")
         for value in stage.args:
             body.prepend(taken[value])
@@ -694,8 +694,8 @@ def _zeros(like: Tensor | None = None) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device, requires_grad=trained)
 
 
-def _rebuild_output(skeleton: Any, places: list[int], output: Sequence[Tensor]) -> Any:
-    values = iter([output[place] for place in places])
+def _rebuild_output(skeleton: Any, output_indices: list[int], output: Sequence[Tensor]) -> Any:
+    values = iter([output[index] for index in output_indices])
     return map_tree(lambda leaf: next(values) if leaf is _TENSOR else leaf, skeleton)
 
 
@@ -771,18 +771,18 @@ def choose_split_points(
     Raises:
         ValueError: There are fewer such submodules than stages.
     """
-    share = _bytes(model) / stages
+    share = _num_bytes(model) / stages
     parts: list[tuple[str, int]] = []
 
     def visit(path: str, module: nn.Module) -> None:
         for name, child in module.named_children():
-            size, place = _bytes(child), f"{path}.{name}".removeprefix(".")
+            size, child_path = _num_bytes(child), f"{path}.{name}".removeprefix(".")
             container = isinstance(child, (nn.ModuleList, nn.ModuleDict))
             cut = size > share and type(child).__name__ not in no_split_module_classes
-            if container or (cut and any(map(_bytes, child.children()))):
-                visit(place, child)
+            if container or (cut and any(map(_num_bytes, child.children()))):
+                visit(child_path, child)
             elif size:
-                parts.append((place, size))
+                parts.append((child_path, size))
 
     visit("", model)
     begins = [0, *accumulate(size for _, size in parts)]
@@ -798,5 +798,5 @@ def choose_split_points(
     return [parts[i][0] for i in chosen[1:]]
 
 
-def _bytes(module: nn.Module) -> int:
+def _num_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])

@@ -141,19 +141,20 @@ def load_and_quantize_model(
     linear = _linear_layers(model, skipped)
     sizes = {f"{name}.weight": config.target_dtype for name in linear}
     if device_map is None:
-        there = torch.accelerator.is_available()  # a build for CUDA may find no driver
-        device_map = {"": torch.accelerator.current_device_index() if there else "cpu"}
+        available = torch.accelerator.is_available()  # a build for CUDA may find no driver
+        device_map = {"": torch.accelerator.current_device_index() if available else "cpu"}
     resolved = as_device_map(
         model, device_map, max_memory, no_split_module_classes, config.torch_dtype, False, sizes
     )
     on_device = any(device not in HOSTS for device in resolved.values())
-    away = HOSTS if on_device else (DISK,)
-    chosen = [name for name in linear if resolved[longest_prefix(name, resolved) or ""] not in away]
+    skipped_on = HOSTS if on_device else (DISK,)
+    placed = {name: resolved[longest_prefix(name, resolved) or ""] for name in linear}
+    chosen = [name for name, device in placed.items() if device not in skipped_on]
     if not chosen:
         raise ValueError(
             f"No linear layer of {type(model).__name__} is quantised: skip_modules and "
             f"keep_in_fp32_modules leave out {', '.join(skipped) or 'none'}, the device map those "
-            f"on {' and '.join(away)}."
+            f"on {' and '.join(skipped_on)}."
         )
     files = [] if weights_location is None else find_weight_files(weights_location)
     mismatch = check_checkpoint(model, files, weights_location)
@@ -164,7 +165,7 @@ def load_and_quantize_model(
     for name, layer in layers.items():
         model.set_submodule(name, layer)
     load = _QuantizedPlacement(
-        here=model.state_dict(keep_vars=True),
+        current=model.state_dict(keep_vars=True),
         devices=devices,
         folder=None if offload_folder is None else Path(offload_folder),
         dtype=config.torch_dtype,
@@ -177,7 +178,7 @@ def load_and_quantize_model(
         load.load(model, files)
         warn_of_mismatch(mismatch, weights_location)
     else:
-        load.take(model, modules)
+        load.quantize_in_place(model, modules)
     vars(model).update(
         {"is_loaded_in_4bit": config.load_in_4bit, "is_loaded_in_8bit": config.load_in_8bit}
     )
@@ -246,12 +247,12 @@ class _QuantizedPlacement(Placement):
     bnb: Any
     layers: Mapping[str, Any] = field(default_factory=dict)
 
-    def make(
+    def make_tensor(
         self, names: list[str], source: Tensor | ShardedTensor, file: Path, stored: str
     ) -> Tensor | None:
         owner, _, leaf = names[0].rpartition(".")
         if owner not in self.layers or leaf != "weight":
-            return super().make(names, source, file, stored)
+            return super().make_tensor(names, source, file, stored)
         self.quantize(owner, materialize(source))
         return None  # its shape is not that of the checkpoint
 
@@ -272,7 +273,7 @@ class _QuantizedPlacement(Placement):
             )
         layer.weight = made.to(device)  # which quantises
 
-    def take(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    def quantize_in_place(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         """Quantise the weights of a model's old layers, and convert its other weights."""
         for name, layer in modules.items():
             weight = layer.weight
@@ -281,5 +282,5 @@ class _QuantizedPlacement(Placement):
         quantized = {id(layer.weight) for layer in self.layers.values()}
         for name, parameter in model.named_parameters():
             if id(parameter) not in quantized and parameter.is_floating_point():
-                dtype = torch.float32 if self.is_kept([name]) else self.dtype
+                dtype = torch.float32 if self.stays_in_fp32([name]) else self.dtype
                 parameter.data = parameter.data.to(dtype or parameter.dtype)

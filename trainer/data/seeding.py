@@ -236,9 +236,7 @@ def _kind(generator: Any) -> str:
     name = type(generator).__name__
     if isinstance(generator, torch.Generator):
         return f"{name} {generator.device.type}"
-    return (
-        name if isinstance(generator, random.Random) else f"{name} {_bit_generator_name(generator)}"
-    )
+    return name if isinstance(generator, random.Random) else f"{name} {_bit_kind(generator)}"
 
 
 def _as_lists(state: Any) -> Any:
@@ -253,7 +251,7 @@ def _seed(generator: Any, seed: int) -> None:
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
         generator.seed(seed)
-    elif hasattr(generator, "get_state") and _bit_generator_name(generator) == "MT19937":
+    elif hasattr(generator, "get_state") and _bit_kind(generator) == "MT19937":
         generator.seed(seed % 2**32)
     else:  # numpy.random.Generator has no method to seed it
         bits = _bit_generator(generator)
@@ -282,7 +280,7 @@ def _load(generator: Any, state: Any) -> None:
         _bit_generator(generator).state = state
 
 
-def _bit_generator_name(generator: Any) -> str:
+def _bit_kind(generator: Any) -> str:
     return type(_bit_generator(generator)).__name__
 
 

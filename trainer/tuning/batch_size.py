@@ -32,13 +32,7 @@ from trainer.module import TrainModule
 from trainer.rng import isolated_rng
 from trainer.trainer import Trainer
 from trainer.tree import find_batch_size
-from trainer.tuning.trial import (
-    attribute_owners,
-    copy_for_trial,
-    isolate,
-    make_trial,
-    set_attribute,
-)
+from trainer.tuning.trial import copy_for_trial, isolate, make_trial, owners_of, set_attribute
 
 logger = module_logger(__name__)
 
@@ -136,9 +130,7 @@ class Search:
 def _batch_start_hook(method: str) -> Callable[..., None]:
     """Return the batch-start hook of an entry point, which records the batch's size."""
 
-    def record(
-        self: _BatchRecorder, trainer: Trainer, module: TrainModule, batch: Any, *which: int
-    ) -> None:
+    def record(self: Any, trainer: Trainer, module: TrainModule, batch: Any, *which: int) -> None:
         if method == self.method:
             self.largest_seen = max(self.largest_seen, find_batch_size(batch) or 0)
             self.one_batch &= which[0] == 0
@@ -240,7 +232,7 @@ class TrialTarget:
         """Check that there is a batch size that can be changed."""
         if self.loaders is not None:
             with_batch_size(self.loaders, 1)
-        elif not attribute_owners(self.attribute, self.module, self.datamodule):
+        elif not owners_of(self.attribute, self.module, self.datamodule):
             raise ValueError(
                 f"No batch size can be set: neither {type(self.module).__name__}, its hparams nor "
                 f"the datamodule has an attribute {self.attribute!r}. Pass the loaders, or name "
@@ -291,9 +283,8 @@ class TrialTarget:
             [trainer, trainer.accelerator],
         )
         if loaders is None:
-            set_attribute(
-                attribute_owners(self.attribute, module, datamodule), self.attribute, size
-            )
+            owners = owners_of(self.attribute, module, datamodule)
+            set_attribute(owners, self.attribute, size)
         else:
             loaders = with_batch_size(loaders, size)
         with isolated_rng():

@@ -126,7 +126,7 @@ def _on_host(module: TrainModule) -> Iterator[None]:
         module.to(device)
 
 
-def attribute_owners(name: str, *owners: Any) -> list[Any]:
+def owners_of(name: str, *owners: Any) -> list[Any]:
     """Return the objects with an attribute of this name, among owners and their ``hparams``."""
     with_attribute: list[Any] = []
     for owner in owners:
@@ -144,7 +144,7 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def set_attribute(owners: list[Any], name: str, value: Any) -> None:
-    """Set the attribute to this value, wherever `attribute_owners` found it."""
+    """Set the attribute to this value, wherever `owners_of` found it."""
     for owner in owners:
         if isinstance(owner, dict):
             owner[name] = value

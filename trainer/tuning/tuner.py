@@ -20,13 +20,7 @@ from trainer.tuning.batch_size import (
     search_batch_size,
 )
 from trainer.tuning.learning_rate import Groups, LearningRateTest, RangeTest, Sweep
-from trainer.tuning.trial import (
-    attribute_owners,
-    copy_for_trial,
-    isolate,
-    make_trial,
-    set_attribute,
-)
+from trainer.tuning.trial import copy_for_trial, isolate, make_trial, owners_of, set_attribute
 
 logger = module_logger(__name__)
 
@@ -127,7 +121,7 @@ class Tuner:
             groups=groups,
         )
         names = [attr_name] if attr_name else ["lr", "learning_rate"]
-        name = next((attr for attr in names if attribute_owners(attr, module)), None)
+        name = next((attr for attr in names if owners_of(attr, module)), None)
         if update_attr and name is None:
             raise ValueError(
                 f"update_attr=True, but neither {type(module).__name__} nor its hparams has an "
@@ -151,7 +145,7 @@ class Tuner:
             if suggestion is None:
                 logger.warning("%s is left unchanged.", name)
             else:
-                set_attribute(attribute_owners(name, module), name, suggestion)
+                set_attribute(owners_of(name, module), name, suggestion)
         return result
 
     def scale_batch_size(
@@ -232,12 +226,9 @@ class Tuner:
             check_effective(effective_batch_size, method, module, world_size)
             effective_batch_size = int(effective_batch_size)
         is_fit = method == "fit"
-        unused = (
-            {"dataloaders": dataloaders} if is_fit else {"train_dataloaders": train_dataloaders}
-        )
-        for name, value in unused.items():
-            if value is not None:
-                raise ValueError(f"{name} was given, which method={method!r} does not use.")
+        unused = "dataloaders" if is_fit else "train_dataloaders"
+        if (dataloaders if is_fit else train_dataloaders) is not None:
+            raise ValueError(f"{unused} was given, which method={method!r} does not use.")
         steps = self.trainer._context.settings.gradient_accumulation_steps
         target = TrialTarget(
             trainer=self.trainer,
@@ -249,7 +240,7 @@ class Tuner:
             attribute=batch_arg_name,
             accumulates=steps > 1 or effective_batch_size is not None,
         )
-        owners = attribute_owners(batch_arg_name, module, datamodule)
+        owners = owners_of(batch_arg_name, module, datamodule)
         if update_attr and not owners:
             raise ValueError(f"update_attr=True, but there is no attribute {batch_arg_name!r}.")
         result = search_batch_size(target, search, effective=effective_batch_size)

@@ -86,12 +86,12 @@ class ModelPruning(Callback):
         if prune.BasePruningMethod not in getattr(self._method, "__mro__", ()):
             choices = choice_error("pruning_fn", pruning_fn, _METHODS)
             raise ValueError(f"{choices} A class of torch's BasePruningMethod is possible too.")
-        takes = inspect.signature(self._method).parameters
+        accepted = inspect.signature(self._method).parameters
         self._kwargs: dict[str, Any] = {}
         for key, value in (("dim", pruning_dim), ("n", pruning_norm)):
-            if key in takes and value is not None:
+            if key in accepted and value is not None:
                 self._kwargs[key] = value
-            elif key in takes and pruning_fn in _METHODS:
+            elif key in accepted and pruning_fn in _METHODS:
                 argument = "pruning_dim" if key == "dim" else "pruning_norm"
                 raise ValueError(f"pruning_fn={pruning_fn!r} needs {argument}=.")
         if use_global_unstructured and self._method.PRUNING_TYPE != "unstructured":
@@ -99,7 +99,7 @@ class ModelPruning(Callback):
                 f"pruning_fn={pruning_fn!r} is structured: set use_global_unstructured=False."
             )
         self._global = use_global_unstructured
-        self._given = parameters_to_prune
+        self._user_parameters = parameters_to_prune
         self._parameter_names = parameter_names or self.PARAMETER_NAMES
         self.amount = amount
         self._apply_pruning = apply_pruning
@@ -117,7 +117,7 @@ class ModelPruning(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Find the parameters, and put masks of ones on them, as a checkpoint has them."""
-        parameters = self._given or [
+        parameters = self._user_parameters or [
             (part, name)
             for name in self._parameter_names
             for part in module.modules()
@@ -125,10 +125,12 @@ class ModelPruning(Callback):
             if isinstance(getattr(part, name, None), nn.Parameter)
             or hasattr(part, f"{name}_mask")  # of an earlier run
         ]
-        there = set(module.modules())
+        submodules = set(module.modules())
         for part, name in parameters:
-            if part not in there or not hasattr(part, name):
-                raise ValueError(f"parameters_to_prune has {name!r} of {part}, which is not there.")
+            if part not in submodules or not hasattr(part, name):
+                raise ValueError(
+                    f"parameters_to_prune has {name!r} of {part}, which the module does not have."
+                )
         self._parameters_to_prune = self.filter_parameters_to_prune(parameters)
         if stage == "fit":
             parts = {id(part): part for part, _ in self._parameters_to_prune}

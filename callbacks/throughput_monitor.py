@@ -88,7 +88,7 @@ class ThroughputMonitor(Callback):
         self.window_size = int(window_size)
         self.flops_per_batch = flops_per_batch
         self.peak_flops = peak_flops
-        self._given = flops_per_batch is not None
+        self._flops_given = flops_per_batch is not None
         self._contexts = ExitStack()
         self._counter: FlopCounterMode | None = None
         self._peak: float | None = None
@@ -103,21 +103,21 @@ class ThroughputMonitor(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counted FLOPs; each start measures its own speeds."""
-        return {"flops_per_batch": None if self._given else self.flops_per_batch}
+        return {"flops_per_batch": None if self._flops_given else self.flops_per_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counted FLOPs, unless they were given."""
-        if not self._given:
+        if not self._flops_given:
             self.flops_per_batch = state["flops_per_batch"]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Reset, and find out whether every process knows its device's peak; collective."""
         self._begin()
-        if trainer.batches_seen == 0 and not self._given:
+        if trainer.batches_seen == 0 and not self._flops_given:
             self.flops_per_batch = None
         self._counting = self.flops_per_batch is None
         self._peak = None
-        if self._given and not self.flops_per_batch:
+        if self._flops_given and not self.flops_per_batch:
             return
         device = trainer.accelerator.device
         peak = self.peak_flops or _peak_of(device, trainer.accelerator.mixed_precision)
@@ -171,7 +171,7 @@ class ThroughputMonitor(Callback):
         ):
             # The counts are the same on all processes; their clocks differ a little.
             self._log(module, f"{name}_per_sec", amount / seconds, 1)
-        if self._given and not self.flops_per_batch:
+        if self._flops_given and not self.flops_per_batch:
             return
         # A process that has had no batch yet logs with weight 0, so that all log the same names.
         flops, weight = self.flops_per_batch or 0.0, int(self.flops_per_batch is not None)

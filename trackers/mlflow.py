@@ -54,8 +54,8 @@ def _open_run() -> str | None:
 class MLflowTracker(ServiceTracker):
     """A run at MLflow: on its server, or in its local database.
 
-    The place is that of ``MLFLOW_TRACKING_URI`` or ``mlflow.set_tracking_uri``; without either, it
-    is the SQLite database ``mlflow.db`` in the folder of the run's logs, which
+    The tracking URI is that of ``MLFLOW_TRACKING_URI`` or ``mlflow.set_tracking_uri``; without
+    either, it is the SQLite database ``mlflow.db`` in the folder of the run's logs, which
     ``mlflow ui --backend-store-uri sqlite:///<path>`` shows. A run that resumes continues the same
     run, and does not log values again that MLflow already has.
 
@@ -108,20 +108,20 @@ class MLflowTracker(ServiceTracker):
         self.run_name = run_name or name
         self.tracking_uri = tracking_uri
         self.client: Any = None
-        self._given = environment.read("MLFLOW_RUN_ID") or run_id
+        self._requested_run_id = environment.read("MLFLOW_RUN_ID") or run_id
         self._previous: tuple[str | None, int | None] = (None, None)
-        self._created: str | None = None  # a run whose start has failed afterwards
-        self._resumed: int | None = None  # the step from which it resumes
-        self._known: dict[str, set[int]] = {}  # later steps that MLflow has, by name
+        self._created_run_id: str | None = None  # a run whose start has failed afterwards
+        self._resume_step: int | None = None  # the step from which it resumes
+        self._logged_steps: dict[str, set[int]] = {}  # later steps that MLflow has, by name
         if description is not None:
             self.tags["mlflow.note.content"] = description
         nested = environment.read_flag("MLFLOW_NESTED_RUN", nested_run)
         open_run = _open_run()
         if nested and open_run is not None:
             self.tags["mlflow.parentRunId"] = open_run
-        if self._given is None and tracking_uri is None and not nested:
-            self._given = open_run
-        self._joined = self._given is not None and self._given == open_run
+        if self._requested_run_id is None and tracking_uri is None and not nested:
+            self._requested_run_id = open_run
+        self._joined = self._requested_run_id is not None and self._requested_run_id == open_run
 
     def resume(self, run_id: str | None, step: int | None) -> None:
         """Continue a run, unless the arguments name another one."""
@@ -129,22 +129,22 @@ class MLflowTracker(ServiceTracker):
 
     def start(self) -> None:
         """Begin the run, or continue it."""
-        previous, self._resumed = self._previous
-        self._known = {}
-        self.run_id = self._given or previous or self._created
+        previous, self._resume_step = self._previous
+        self._logged_steps = {}
+        self.run_id = self._requested_run_id or previous or self._created_run_id
         import mlflow
 
         isolate_random_generator("mlflow")
         self.client = mlflow.MlflowClient(self._uri(mlflow))
-        run = None if self.run_id is None else self._continued(self.run_id)
+        run = None if self.run_id is None else self._continue_run(self.run_id)
         if run is None:
-            run = self._begin()
-        self.run_id = self._created = run.info.run_id
+            run = self._create_run()
+        self.run_id = self._created_run_id = run.info.run_id
         self._opened = run
-        self._previous, self._created = (None, None), None
+        self._previous, self._created_run_id = (None, None), None
 
     def _uri(self, mlflow: Any) -> str | None:
-        """Return the place of the run; None is MLflow's own choice."""
+        """Return the tracking URI of the run; None lets MLflow choose."""
         if self.tracking_uri is not None or self.service_dir is None or self._joined:
             return self.tracking_uri
         if mlflow.is_tracking_uri_set():
@@ -154,22 +154,22 @@ class MLflowTracker(ServiceTracker):
             self.logging_dir = Path(self.service_dir, "mlartifacts").as_uri()
         return f"sqlite:///{Path(self.service_dir, 'mlflow.db')}"
 
-    def _continued(self, run_id: str) -> Any:
-        """Return an earlier run, which goes on; None if it is another run's that is gone."""
+    def _continue_run(self, run_id: str) -> Any:
+        """Continue an earlier run; return None if MLflow no longer has it."""
         from mlflow.exceptions import MlflowException
 
         try:
             self.client.update_run(run_id, status="RUNNING")
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST" or run_id == self._given:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST" or run_id == self._requested_run_id:
                 raise
-            _logger.warning("MLflow has no run %s any more: another one begins.", run_id)
+            _logger.warning("MLflow no longer has the run %s: a new one begins.", run_id)
             return None
         for name, value in self.tags.items():
             self.client.set_tag(run_id, name, value)
         return self.client.get_run(run_id)
 
-    def _begin(self) -> Any:
+    def _create_run(self) -> Any:
         from mlflow.tracking.context.registry import resolve_tags
 
         identity = "0"  # MLflow's default experiment
@@ -197,9 +197,9 @@ class MLflowTracker(ServiceTracker):
         from mlflow.entities import Param
 
         values = plain(values)
-        there = self.client.get_run(self.tracker.info.run_id).data.params
+        existing = self.client.get_run(self.tracker.info.run_id).data.params
         flat = {_name(name): str(value) for name, value in flatten(values).items()}
-        new = [Param(name, value) for name, value in flat.items() if name not in there]
+        new = [Param(name, value) for name, value in flat.items() if name not in existing]
         for first in range(0, len(new), _PARAMS):
             self.client.log_batch(self.run_id, params=new[first : first + _PARAMS])
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -237,12 +237,14 @@ class MLflowTracker(ServiceTracker):
 
     def _has(self, name: str, step: int | None) -> bool:
         """Return whether MLflow has a value that a killed run logged after its last checkpoint."""
-        if step is None or self._resumed is None or step <= self._resumed:
+        if step is None or self._resume_step is None or step <= self._resume_step:
             return False
-        if name not in self._known:
+        if name not in self._logged_steps:
             history = self.client.get_metric_history(self.run_id, name)
-            self._known[name] = {metric.step for metric in history if metric.step > self._resumed}
-        return step in self._known[name]
+            self._logged_steps[name] = {
+                metric.step for metric in history if metric.step > self._resume_step
+            }
+        return step in self._logged_steps[name]
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images; those of a batch are named "name/0", "name/1" and so on.

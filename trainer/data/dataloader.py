@@ -33,7 +33,7 @@ Slice = Callable[..., Any]  # see `DataLoaderDispatcher`
 # whether it belongs to the last global batch; the number of samples in the global batch without
 # padding, None if unknown; if that is unknown and some ranks have a batch that is only padding, the
 # number of ranks, from rank 0 on, whose batch is not.
-Given: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
+BatchFlags: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
 
 
 @dataclass(kw_only=True)
@@ -102,9 +102,9 @@ class PreparedLoader(DataLoader[Any]):
     @classmethod
     def of(cls, source: DataLoader[Any], settings: LoaderSettings) -> Self:
         """Return a loader that reads a part of `source`."""
-        made = cls.__new__(cls)
-        made._set_up(source, settings)
-        return made
+        loader = cls.__new__(cls)
+        loader._set_up(source, settings)
+        return loader
 
     def _set_up(self, source: DataLoader[Any], settings: LoaderSettings) -> None:
         self.settings = settings
@@ -114,7 +114,7 @@ class PreparedLoader(DataLoader[Any]):
         self.iteration = 0
         self.end_of_dataloader = False
         self.remainder = -1
-        self._real_batches: int | None = None  # at the last batch, see `Given`
+        self._real_batches: int | None = None  # at the last batch, see `BatchFlags`
         self._all_end = False  # whether the current batch belongs to the last global batch
         self._unfinished = False
         self._resume_at = 0  # batches, over all ranks, that the resumed pass has read already
@@ -126,13 +126,13 @@ class PreparedLoader(DataLoader[Any]):
         )
         self._ended = False  # whether the latest pass was read to its last batch
         self._loaded = False  # whether the pass comes from a state dict and has not begun
-        self._rest_of: PreparedLoader | None = None  # the loader whose pass this one continues
-        self._take(source)
+        self._continues: PreparedLoader | None = None  # the loader whose pass this one continues
+        self._set_source(source)
         DataLoader.__init__(
             self, **reading_kwargs(source), **batching_kwargs(source, self.epoch_iterator.sampler)
         )
 
-    def _take(self, source: DataLoader[Any]) -> None:
+    def _set_source(self, source: DataLoader[Any]) -> None:
         self.source = source
         batches = source.batch_sampler
         self._drops_last = bool(source.drop_last or getattr(batches, "drop_last", False))
@@ -143,8 +143,8 @@ class PreparedLoader(DataLoader[Any]):
         """Create the epoch iterator that reads the user's loader on this process."""
 
     @abstractmethod
-    def _batches(self) -> Iterator[Given]:
-        """Yield this process's batches, with the facts that `Given` lists."""
+    def _batches(self) -> Iterator[BatchFlags]:
+        """Yield this process's batches, with the facts that `BatchFlags` lists."""
 
     def __iter__(self) -> Any:
         """Yield the batches of this process."""
@@ -153,7 +153,7 @@ class PreparedLoader(DataLoader[Any]):
         self._set_pass(iteration, unfinished=True)
         self._set_reader(self)
         self.epoch_iterator.set_epoch(self.iteration)
-        for loader in self._linked():
+        for loader in self._continued_loaders():
             loader.epoch_iterator.length = self.epoch_iterator.length_now
         self.end_of_dataloader, self.remainder, self._real_batches = False, -1, None
         self._all_end = False
@@ -184,7 +184,7 @@ class PreparedLoader(DataLoader[Any]):
             self._set_pass(self.iteration + 1, unfinished=False)
         except GeneratorExit:  # the caller left its loop with break
             state._keep_end(self)
-            for loader in self._linked():
+            for loader in self._continued_loaders():
                 if loader._reader is self:
                     loader._ended = self.end_of_dataloader
             raise
@@ -193,22 +193,22 @@ class PreparedLoader(DataLoader[Any]):
             self._set_reader(None)
             state._remove_dataloader(self)
 
-    def _linked(self) -> Iterator[PreparedLoader]:
+    def _continued_loaders(self) -> Iterator[PreparedLoader]:
         """Yield this loader, then each loader whose pass it continues; see `skipping`."""
         loader: PreparedLoader | None = self
         while loader is not None:
             yield loader
-            loader = loader._rest_of
+            loader = loader._continues
 
     def _set_pass(self, iteration: int, *, unfinished: bool) -> None:
-        for loader in self._linked():
+        for loader in self._continued_loaders():
             loader.iteration, loader._unfinished, loader._loaded = iteration, unfinished, False
             loader._ended = not unfinished
             if not unfinished:
                 loader.epoch_iterator.resume_length(iteration, None)
 
     def _set_reader(self, reader: PreparedLoader | None) -> None:
-        for loader in self._linked():
+        for loader in self._continued_loaders():
             if reader is not None or loader._reader is self:
                 loader._reader = reader
 
@@ -377,8 +377,8 @@ class PreparedLoader(DataLoader[Any]):
                 )
             batches = copy.copy(batches)
             batches.sampler = sampler
-        what = batching_kwargs(self.source, sampler if batches is None else batches)
-        self._take(DataLoader(**reading_kwargs(self.source), **what))
+        batching = batching_kwargs(self.source, sampler if batches is None else batches)
+        self._set_source(DataLoader(**reading_kwargs(self.source), **batching))
         self.epoch_iterator.set_epoch(self.iteration)
         # A DataLoader refuses to set this attribute again. The value is for inspection only: the
         # epoch iterator does the reading.
@@ -409,7 +409,7 @@ class PreparedLoader(DataLoader[Any]):
         skipped.epoch_iterator.resume_length(self.iteration, length)
         if self.epoch_iterator.sampler is None:
             skipped.epoch_iterator.share_stream(self.epoch_iterator)
-        skipped._rest_of, skipped._loaded, skipped._ended = self, self._loaded, self._ended
+        skipped._continues, skipped._loaded, skipped._ended = self, self._loaded, self._ended
         if self._loaded and self._ended and num_batches and self.iteration:
             # A state that was saved at the last batch names the next pass, but a script may skip
             # all batches of the previous pass instead. Comparing num_batches with len(self) would
@@ -549,7 +549,7 @@ class DataLoaderShard(PreparedLoader):
             rereads=True,
         )
 
-    def _batches(self) -> Iterator[Given]:
+    def _batches(self) -> Iterator[BatchFlags]:
         streams = self._streams
         self.epoch_iterator.start_global_batch = self.first_global_batch
         for current, following in lookahead(self.epoch_iterator.read(self._transfer(streams))):

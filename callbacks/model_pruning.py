@@ -116,7 +116,7 @@ class ModelPruning(Callback):
         return parameters_to_prune
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Find the parameters, and put masks of ones on them, as a checkpoint has them."""
+        """Find the parameters and give them masks of ones, which a checkpoint can fill."""
         parameters = self._user_parameters or [
             (part, name)
             for name in self._parameter_names
@@ -140,7 +140,7 @@ class ModelPruning(Callback):
                 prune.identity(part, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the first values of the parameters, if they may be needed."""
+        """Return the initial values of the parameters, if they may be needed."""
         if not self._lottery or self._resample_parameters:
             return {}
         parts = [
@@ -149,7 +149,7 @@ class ModelPruning(Callback):
         return {"first": [tensor.detach() for tensor in parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the first values of the run that is resumed."""
+        """Restore the initial values of the run that is resumed."""
         saved = zip(self._parameters_to_prune, state.get("first", ()), strict=False)
         for (part, name), value in saved:
             getattr(self._originals[id(part)], name).data = value
@@ -165,12 +165,12 @@ class ModelPruning(Callback):
             self._run_pruning(trainer)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Remove the masks, after the last checkpoint; what is pruned is zero."""
+        """Remove the masks after the last checkpoint; pruned values stay zero."""
         if self._make_pruning_permanent:
             self.make_pruning_permanent(module)
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Give the pruned parameters of a module their own names again."""
+        """Remove the masks of a module; pruned values stay zero."""
         for part in module.modules():
             for key, hook in list(part._forward_pre_hooks.items()):
                 if isinstance(hook, prune.BasePruningMethod):
@@ -191,7 +191,7 @@ class ModelPruning(Callback):
                 tensor.copy_(accelerator.reduce(mine))
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune so much of what is left."""
+        """Prune this number or fraction of the remaining values."""
         parameters, kwargs = self._parameters_to_prune, {**self._kwargs, "amount": amount}
         if self._global:
             prune.global_unstructured(parameters, pruning_method=self._method, **kwargs)
@@ -208,7 +208,7 @@ class ModelPruning(Callback):
                     logger.info("Pruned %d of %d in %s of %s.", pruned, mask.numel(), name, part)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Set the parameters to their first values, or draw others; the masks stay."""
+        """Reset the parameters to their initial values, or draw others; the masks stay."""
         sources = self._originals
         if self._resample_parameters:
             sources = copy.deepcopy(sources)

@@ -132,6 +132,6 @@ class MonitorCallback(Callback):
             setattr(self, name, state[name])
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Reset the findings of an earlier run, unless this run resumes it or goes on from it."""
+        """Reset the findings of an earlier run, unless this run resumes or continues it."""
         if trainer.batches_seen == 0 and trainer.global_step == 0:
             self._begin()

@@ -33,7 +33,7 @@ def _picture(image: Any) -> Any:
 class CometMLTracker(ServiceTracker):
     """An experiment at Comet, or in an archive on disk with ``online=False``.
 
-    An experiment that the script has running is joined, and goes on at the end, unless `kwargs`
+    An experiment that the script has open is joined, and stays open at the end, unless `kwargs`
     have an `experiment_key`. A run that resumes continues the same experiment. Comet itself records
     the version of the code, the output and the machine. Its hooks into torch are disabled unless
     `kwargs` enable them.
@@ -236,7 +236,7 @@ class CometMLTracker(ServiceTracker):
     def finish(self) -> None:
         """Record how the run ended as the experiment's "status", and close it.
 
-        One that the script has begun goes on.
+        An experiment that the script has opened stays open.
         """
         experiment, self._opened = self._opened, None
         if experiment is None or self._joined:

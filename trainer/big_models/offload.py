@@ -227,7 +227,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     Raises:
         ValueError: None of the three is given.
-        CheckpointError: The index is missing or damaged; or when a weight is asked for, its file.
+        CheckpointError: The index is missing or damaged; on access to a weight, its file is.
     """
 
     def __init__(

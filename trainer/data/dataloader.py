@@ -168,7 +168,7 @@ class PreparedLoader(DataLoader[Any]):
         try:
             for batch, last, over, real, real_batches in self._batches():
                 global_batches[0] += 1
-                if self._reader is None:  # a state was loaded, and yet this pass goes on
+                if self._reader is None:  # a state was loaded, but this pass continues
                     self._set_pass(iteration, unfinished=True)
                     self._set_reader(self)
                     self._resume_at, self.epoch_iterator.resumed = 0, None

@@ -238,7 +238,7 @@ class EpochIterator:
             and (shard.presharded or self._part is not None)
         )
         self._own_position: dict[str, Any] | None = None  # in a presharded stream, see `position`
-        self._resumed_position: dict[str, Any] | None = None  # where the next pass goes on
+        self._resumed_position: dict[str, Any] | None = None  # where the next pass continues
         self._first_batch = 0  # this process's batches before the first one of the pass
         if self.sampler is not None:
             self.sharding = self.sampler.sharding
@@ -711,7 +711,7 @@ class EpochIterator:
         return resumed["batches"] * self.world_size if resumed else 0
 
     def _position_to_resume(self) -> dict[str, Any] | None:
-        """Return the position in a presharded stream where the next pass goes on, or None."""
+        """Return the position in a presharded stream where the next pass continues, or None."""
         resumed = self._resumed_position
         return (
             resumed if resumed and resumed["epoch"] == self.epoch and not resumed["over"] else None

@@ -5,7 +5,7 @@ For a resume inside an epoch, a stream is read from a position in one of three w
 - A dataset with ``state_dict`` and ``load_state_dict`` is read by a `StreamReader`, in the main
   process or in workers. Each batch comes with the dataset's state after that batch. So batches that
   were prefetched but not used never count as used.
-- A loader that has these methods itself (torchdata's ``StatefulDataLoader``) is asked for its
+- A loader that has these methods itself (torchdata's ``StatefulDataLoader``) gives its
   ``state_dict`` after every batch.
 - For any other stream, the batches are counted, and a resume reads them again: also for one of
   Hugging Face `datasets` with a shuffle buffer, whose samples its state does not hold.

@@ -129,7 +129,7 @@ def reachable(besides: Iterable[Any] = (), **owners: Any) -> Iterator[tuple[str,
 def _is_run_module(path: str, thing: Any) -> bool:
     """Return whether an object is the module of a run, which a dataset has been given.
 
-    What it draws goes on from step to step, and the checkpoint holds its generators. Only its
+    Its generators continue from step to step, and the checkpoint holds them. Only its
     ``collate_fn`` belongs to the loader.
     """
     is_module = issubclass(type(thing), nn.Module) and "_trainer" in thing.__dict__

@@ -37,7 +37,7 @@ _LOG_KNOWN = (
 
 
 def log_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Lightning's arguments of ``self.log`` in the words of `MetricStore.log`.
+    """Translate Lightning's arguments of ``self.log`` to those of `MetricStore.log`.
 
     Raises:
         ValueError: One asks for what is not done; the text says what to do.

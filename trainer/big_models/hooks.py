@@ -240,7 +240,7 @@ class AlignDevicesHook(ModelHook):
         self._handles: list[Any] = []
 
     def init_hook(self, module: M) -> M:
-        """Put the module's weights where they belong between forward passes."""
+        """Place the module's weights for the time between forward passes."""
         device = self.execution_device
         tensors = dict(self._tensors(module))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
@@ -268,7 +268,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-        """Bring the weights and the inputs to the execution device."""
+        """Move the weights and the inputs to the execution device."""
         if self.io_same_device:
             devices = (leaf.device for leaf in leaves([args, kwargs]) if isinstance(leaf, Tensor))
             self.input_device = next(devices, None)
@@ -279,7 +279,7 @@ class AlignDevicesHook(ModelHook):
         return send(args, device), send(kwargs, device, self.skip_keys)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Offload the weights, and bring the output to the device of the inputs."""
+        """Offload the weights, and move the output to the device of the inputs."""
         self.offload_weights(module)
         if self.io_same_device and self.input_device is not None:
             output = send(output, self.input_device, self.skip_keys)
@@ -302,7 +302,7 @@ class AlignDevicesHook(ModelHook):
                 yield name, self._values()[name]
 
     def load_weights(self, module: nn.Module, device: Device | None = None) -> None:
-        """Bring the offloaded weights to a device, by default the execution device."""
+        """Load the offloaded weights to a device, by default the execution device."""
         if not self._offloaded:
             return
         target = device if device is not None else self.execution_device
@@ -525,7 +525,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: torch.device | None = None
 ) -> Iterator[None]:
-    """Have a module's own weights on a device in the block.
+    """Keep a module's own weights on a device inside the block.
 
     Args:
         module: The module. If its weights are offloaded, changes made to them are lost.

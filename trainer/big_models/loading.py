@@ -238,7 +238,7 @@ def load_checkpoint_in_model(
 
 
 def _weights_of_file(file: Path) -> dict[str, tuple[Tensor | ShardedTensor, str]]:
-    """Return each weight of a file, and the name that it has there, by all its names."""
+    """Return the weights of a file by all their names, each with its stored name."""
     if file.suffix != ".safetensors":
         return {name: (tensor, name) for name, tensor in read_each(file)}
     # Read, not memory-mapped: the pages of a map would count as memory beside the weights.

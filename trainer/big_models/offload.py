@@ -73,7 +73,7 @@ def offload_weight(
 
 
 def entry(file: str, weight_name: str, like: Any) -> dict[str, Any]:
-    """Return what an index says of a weight.
+    """Return a weight's entry in an index.
 
     Args:
         file: The file's name in the folder, or a path.

@@ -241,7 +241,7 @@ class PipelineParallel:
 
 @dataclass(frozen=True)
 class _BatchSpec:
-    """What all processes know of a batch: its tensors are on the meta device, without rows."""
+    """A batch as all processes know it: its tensors are on the meta device, without rows."""
 
     rows: int
     args: Any
@@ -328,8 +328,8 @@ class _Stages:
         check_pipelining()
         args, kwargs = send_to_device((example_args, example_kwargs or {}), "cpu")
         rows = required_batch_size((args, kwargs))
-        plan = _batch_spec(rows, args, kwargs, None, model.training)
-        self._prepare(plan, rows, "output" if loss is None else "gradient")
+        spec = _batch_spec(rows, args, kwargs, None, model.training)
+        self._prepare(spec, rows, "output" if loss is None else "gradient")
 
     def check_trainable(self) -> None:
         """Raise if what is trained is not in exactly one stage, or a stage trains nothing.
@@ -378,15 +378,15 @@ class _Stages:
         if self._last_rank == 0:
             args, kwargs = send_to_device((args, kwargs), self._device)
             return self._model(*args, **kwargs)
-        plan = self._broadcast_spec(args, kwargs, None)
-        size = -(-plan.rows // self._num_microbatches)
-        schedule, rebuild = self._prepare(plan, size, "output")
-        args, kwargs = self._pad_inputs(args, kwargs, plan.rows, size)
+        spec = self._broadcast_spec(args, kwargs, None)
+        size = -(-spec.rows // self._num_microbatches)
+        schedule, rebuild = self._prepare(spec, size, "output")
+        args, kwargs = self._pad_inputs(args, kwargs, spec.rows, size)
         output = schedule.eval(*args, **kwargs)
         exchange(self._error, "pipeline")
         if self._rank < self._last_rank:
             return None
-        return slice_tensors(rebuild(output), slice(plan.rows))
+        return slice_tensors(rebuild(output), slice(spec.rows))
 
     def run_loss(self, args: Any, kwargs: Any, target: Any, *, backward: bool) -> Tensor:
         """Return the loss of a batch, and with `backward` add to the gradients."""
@@ -394,17 +394,17 @@ class _Stages:
         assert loss is not None
         if self._last_rank == 0:
             return self._run_alone(loss, args, kwargs, target, backward=backward)
-        plan = self._broadcast_spec(args, kwargs, target)
-        size = -(-plan.rows // self._num_microbatches)
-        schedule, loss.rebuild = self._prepare(plan, size, "gradient" if backward else "loss")
-        args, kwargs = self._pad_inputs(args, kwargs, plan.rows, size)
-        target = self._send_target(plan.target, plan.rows, target)
+        spec = self._broadcast_spec(args, kwargs, target)
+        size = -(-spec.rows // self._num_microbatches)
+        schedule, loss.rebuild = self._prepare(spec, size, "gradient" if backward else "loss")
+        args, kwargs = self._pad_inputs(args, kwargs, spec.rows, size)
+        target = self._send_target(spec.target, spec.rows, target)
         losses: list[Tensor] | None = None
         numbers = None
         if self._rank == self._last_rank:
             losses, numbers = [], torch.arange(self._num_microbatches)
             try:
-                loss.begin(target, plan.rows, size, self._num_microbatches)
+                loss.begin(target, spec.rows, size, self._num_microbatches)
             except Exception as error:  # noqa: BLE001 - raised below
                 self._error = error
         run = schedule.step if backward else schedule.eval
@@ -435,25 +435,25 @@ class _Stages:
         return total
 
     def _broadcast_spec(self, args: Any, kwargs: Any, target: Any) -> _BatchSpec:
-        """Return the plan of rank 0's batch; collective. An error of rank 0 is raised on all."""
+        """Return the spec of rank 0's batch; collective. An error of rank 0 is raised on all."""
         if torch.is_autocast_enabled(self._device.type):
             raise ValueError(
                 "A pipeline does not run under autocast: the stages send float32. Convert the "
                 "model instead: model.to(torch.bfloat16)."
             )
         self._error = None
-        plan: _BatchSpec | Exception | None = None
+        spec: _BatchSpec | Exception | None = None
         if self._rank == 0:
             try:
                 rows = _check_rows(args, kwargs, target)
-                plan = _batch_spec(rows, args, kwargs, target, self._model.training)
+                spec = _batch_spec(rows, args, kwargs, target, self._model.training)
             except (TypeError, ValueError) as error:
-                plan = error
-        plan = broadcast_object(plan)
-        if isinstance(plan, Exception):
-            raise plan
-        assert plan is not None
-        return plan
+                spec = error
+        spec = broadcast_object(spec)
+        if isinstance(spec, Exception):
+            raise spec
+        assert spec is not None
+        return spec
 
     def _pad_inputs(self, args: Any, kwargs: Any, rows: int, size: int) -> tuple[Any, Any]:
         """Return rank 0's inputs with the last row repeated to fill all micro-batches."""
@@ -485,11 +485,11 @@ class _Stages:
 
     # -- tracing ---------------------------------------------------------------------------------
 
-    def _prepare(self, plan: _BatchSpec, size: int, operation: str) -> Any:
+    def _prepare(self, spec: _BatchSpec, size: int, operation: str) -> Any:
         """Return the schedule for micro-batches of `size` rows, made when it is first needed.
 
         Args:
-            plan: The batch.
+            spec: The batch.
             size: The rows.
             operation: ``"output"``, ``"loss"`` or ``"gradient"``.
 
@@ -497,12 +497,12 @@ class _Stages:
             The schedule, and a function from what the last stage returns to the model's output.
         """
         modes = [part.training for part in self._model.modules()]  # the graph keeps them
-        key = repr((plan.args, plan.kwargs, plan.training, modes, size, operation))
+        key = repr((spec.args, spec.kwargs, spec.training, modes, size, operation))
         if key not in self._schedules:
-            self._schedules[key] = self._trace(plan, size, operation)
+            self._schedules[key] = self._trace(spec, size, operation)
         return self._schedules[key]
 
-    def _trace(self, plan: _BatchSpec, size: int, operation: str) -> Any:
+    def _trace(self, spec: _BatchSpec, size: int, operation: str) -> Any:
         from torch.distributed import pipelining
 
         def split(*_: Any) -> None:
@@ -523,7 +523,7 @@ class _Stages:
 
         self._traced.training = self._model.training
         vars(self._traced)["forward"] = forward
-        args, kwargs = _empty((plan.args, plan.kwargs), size, torch.device("cpu"))
+        args, kwargs = _empty((spec.args, spec.kwargs), size, torch.device("cpu"))
         try:
             with warnings.catch_warnings():  # torch's tracing uses what torch has deprecated
                 warnings.simplefilter("ignore", FutureWarning)
@@ -564,7 +564,7 @@ class _Stages:
         return call
 
     def _check_stages(self, pipe: Any) -> list[int]:
-        """Return the place of each tensor of the model's output among those of the last stage.
+        """Return the index of each output tensor of the model among the last stage's outputs.
 
         Raises:
             ValueError: The model cannot run as these stages.
@@ -597,12 +597,12 @@ class _Stages:
 
 
 def _output_index(value: Any) -> int:
-    """Return the place of a value in the graph of the stages in what its stage returns."""
+    """Return the index of a value of the stages' graph among the outputs of its stage."""
     return 0 if value.op == "call_module" else int(value.args[1])
 
 
 def _relay_values(pipe: Any) -> None:
-    """Let each stage pass on what later ones need of earlier ones.
+    """Let each stage pass on the values of earlier stages that later stages need.
 
     Torch sends a value to several stages, but no gradients back. It passes the model's arguments to
     the first stage by their position, which takes those that it uses, in the order of their use:

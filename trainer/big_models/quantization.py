@@ -212,7 +212,7 @@ def _linear_layers(model: nn.Module, skipped: Sequence[str]) -> list[str]:
 
 
 def _quantized_layer(bnb: Any, config: BnbQuantizationConfig, old: nn.Module) -> Any:
-    """Return a layer like another one, without values."""
+    """Return the quantised form of a linear layer, without values."""
     assert isinstance(old, nn.Linear)  # chosen so
     bias = old.bias is not None
     with init_empty_weights():
@@ -257,7 +257,7 @@ class _QuantizedPlacement(Placement):
         return None  # its shape is not that of the checkpoint
 
     def quantize(self, name: str, weight: Tensor) -> None:
-        """Give a layer its weight."""
+        """Set a layer's weight, quantised."""
         layer, device = self.layers[name], self.device([f"{name}.weight"])
         value = weight.detach().to("cpu", self.dtype or weight.dtype)
         old = layer.weight

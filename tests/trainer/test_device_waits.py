@@ -408,7 +408,7 @@ WAITS = {
         "loops/pending_saves.py: _of_all": "whether a process has asked for a save",
         "loops/preemption.py: any_rank": "once a second: whether a process shall exit",
         "loops/recorder.py: record": "its values are asked for, in one transfer",
-        "metrics/reduction.py: _agree": NAMES,
+        "metrics/reduction.py: _share_names": NAMES,
         "metrics/reduction.py: _all_reduce": NAMES,
         "optim/finite.py: read_pending": UNREAD,
     },
@@ -429,7 +429,7 @@ WAITS = {
         "loops/recorder.py: _arriving": "the values of the last update are recorded",
         "loops/recorder.py: record": "its values are asked for, in one transfer",
         "loops/update.py: reduce_step_metrics": "the values of the last update are asked for",
-        "metrics/reduction.py: _agree": NAMES,
+        "metrics/reduction.py: _share_names": NAMES,
         "metrics/reduction.py: _all_reduce": NAMES,
     },
 }

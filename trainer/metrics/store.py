@@ -81,7 +81,7 @@ class MetricStore:
         self.scope: Scope | None = None
         self._muted = False
         self.quiet_training = quiet_training
-        self._unheard = "train" if quiet_training else None
+        self._ignored_phase = "train" if quiet_training else None
         self.items = 1.0
         self.loader_suffix = ""
         self.private: set[str] = set()
@@ -89,16 +89,16 @@ class MetricStore:
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
         self._slots: dict[tuple[Any, ...], list[_Slot]] = {}
-        self._kept: dict[str, Value] = {}  # values of finished epochs, for the progress bar
-        self._shown: dict[str, float] = {}
-        self._arriving: tuple[dict[str, Tensor], Any] | None = None  # copies in flight, and event
+        self._epoch_values: dict[str, Value] = {}  # values of finished epochs, for the progress bar
+        self._shown_values: dict[str, float] = {}
+        self._copies: tuple[dict[str, Tensor], Any] | None = None  # in flight, and their event
         self._objects_shown: set[str] = set()  # metric objects that the progress bar shows
         self.stepwise: dict[str, Any] = {}
         self._computed: list[Any] = []  # metric objects to be reset
         self.outer_updates: dict[int, int] = {}
         self.step_reduced = False
         self._first = (False, False)  # whether the batch is the first of its update and epoch
-        self._outdated: set[str] = set()  # names with a validation value newer than the update
+        self._overridden: set[str] = set()  # names with a validation value newer than the update
 
     @property
     def names(self) -> set[str]:
@@ -174,7 +174,7 @@ class MetricStore:
     ) -> None:
         """See `TrainModule.log`."""
         scope = self.scope
-        if self._muted or (scope is not None and scope.phase == self._unheard):
+        if self._muted or (scope is not None and scope.phase == self._ignored_phase):
             return
         if scope is None:
             raise MetricError(
@@ -218,7 +218,7 @@ class MetricStore:
             raise ValueError(
                 f"A metric cannot be called {name!r}: each record has a field with that name."
             )
-        on_step, on_epoch = _when(name, scope, on_step, on_epoch, is_object=is_object)
+        on_step, on_epoch = _step_and_epoch(name, scope, on_step, on_epoch, is_object=is_object)
         kinds = ("_step", "_epoch") if on_step and on_epoch else ("", "")
         slots = []
         if on_step and scope.phase == "train":  # evaluations record epoch values only
@@ -292,8 +292,8 @@ class MetricStore:
         """Begin a gradient accumulation window: drop the step values of the one before."""
         self.scope = TRAIN_STEP
         self.step_reduced = False
-        if self._outdated:
-            self._outdated.clear()
+        if self._overridden:
+            self._overridden.clear()
         self.step.cells.clear()
         self.step.objects.clear()
         self.step.ran.clear()
@@ -312,7 +312,7 @@ class MetricStore:
         values = self._reduction.reduce(cells, f"this epoch of {phase}")
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
         shown += self._objects_shown.intersection(cells.objects)
-        self._kept.update({_public_name(name): values[name] for name in shown if name in values})
+        self._epoch_values |= {_public_name(n): values[n] for n in shown if n in values}
         pairs = self._reduction.pairs(cells)
         self._computed += [cells.all_objects[name] for name, kind in pairs if kind == "object"]
         if phase == "train" and not scope.by_callbacks:
@@ -320,7 +320,7 @@ class MetricStore:
             self._computed += self.stepwise.values()
             self.stepwise.clear()
         if phase != "train":
-            self._outdated.update(map(_public_name, values))
+            self._overridden.update(map(_public_name, values))
         cells.cells.clear()
         cells.objects.clear()
         cells.ran.clear()
@@ -383,14 +383,14 @@ class MetricStore:
             train |= self.step.own_values()
         evaluated = [c.own_values() for phase, c in self.epochs.items() if phase != "train"]
         latest = {_public_name(key): value for key, value in train.items()}
-        latest = {name: value for name, value in latest.items() if name not in self._outdated}
+        latest = {name: value for name, value in latest.items() if name not in self._overridden}
         return latest | {
             _public_name(key): value for values in evaluated for key, value in values.items()
         }
 
     def forget_shown(self) -> None:
         """Drop the epoch values that the progress bar shows."""
-        self._kept.clear()
+        self._epoch_values.clear()
 
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
         """Return the values for the progress bar: of the current update, and of finished epochs.
@@ -402,20 +402,20 @@ class MetricStore:
             wait: Whether to wait for the device and return the present values.
         """
         live = {_public_name(n): c.last for n, c in self.step.cells.items() if c.prog_bar}
-        latest = live | {n: value for n, value in self._kept.items() if n not in live}
+        latest = live | {n: value for n, value in self._epoch_values.items() if n not in live}
         if wait or self.device.type == "cpu":
-            self._arriving, self._shown = None, to_floats(latest)
-            return dict(self._shown)
-        if self._arriving is not None and self._arriving[1].query():
-            self._shown = {name: float(value) for name, value in self._arriving[0].items()}
-            self._arriving = None
-        if self._arriving is None:
-            away = {
+            self._copies, self._shown_values = None, to_floats(latest)
+            return dict(self._shown_values)
+        if self._copies is not None and self._copies[1].query():
+            self._shown_values = {name: float(value) for name, value in self._copies[0].items()}
+            self._copies = None
+        if self._copies is None:
+            on_device = {
                 name: torch.as_tensor(value).to("cpu", non_blocking=True)
                 for name, value in latest.items()
             }
-            self._arriving = away, record_event(self.device)
-        return dict(self._shown)
+            self._copies = on_device, record_event(self.device)
+        return dict(self._shown_values)
 
 
 def _check_one_loader(key: str, metric: Any, objects: Mapping[str, Any]) -> None:
@@ -444,7 +444,7 @@ def _public_name(key: str) -> str:
     return key.partition(_HIDDEN)[0]
 
 
-def _when(
+def _step_and_epoch(
     name: str, scope: Scope, on_step: bool | None, on_epoch: bool | None, *, is_object: bool
 ) -> tuple[bool, bool]:
     """Return (on_step, on_epoch): whether a value is recorded per update, and per epoch.

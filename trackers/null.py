@@ -70,29 +70,8 @@ class NullTracker(GeneralTracker):
         """Return the null object for attributes that the replaced tracker may have."""
         return getattr(NullObject(), name)
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_table(self, table_name: str, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_figure(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_artifact(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_artifacts(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_model(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+    log_images = log_table = log_histogram = log_figure = log_text = log
+    log_artifact = log_artifacts = log_model = log

@@ -57,7 +57,7 @@ class BatchSizeSearch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class SizeSearch:
     """Which sizes to try; see `Tuner.scale_batch_size`.
 
     Raises:
@@ -88,7 +88,7 @@ class Search:
         if not 0 <= self.margin < 1:
             raise ValueError(f"margin is {self.margin}; it must be 0 or more and below 1.")
 
-    def largest(self, try_size: Callable[[int], tuple[bool, int | None]]) -> dict[int, bool]:
+    def run(self, try_size: Callable[[int], tuple[bool, int | None]]) -> dict[int, bool]:
         """Try sizes until the largest that fits is found; the margin is not subtracted.
 
         Args:
@@ -107,13 +107,13 @@ class Search:
                 cap = num_samples if cap is None else min(cap, num_samples)
                 size = min(size, num_samples)  # the batch that was tried had all samples
             tried[size] = fits
-            next_size = self._after(tried, cap)
+            next_size = self._next_size(tried, cap)
             if next_size is None or next_size in tried:
                 break
             size = next_size
         return tried
 
-    def _after(self, tried: dict[int, bool], cap: int | None) -> int | None:
+    def _next_size(self, tried: dict[int, bool], cap: int | None) -> int | None:
         """Return the size to try next; None if the answer is known."""
         low = max((size for size, fits in tried.items() if fits), default=0)
         high = min((size for size, fits in tried.items() if not fits), default=None)
@@ -130,10 +130,10 @@ class Search:
 def _batch_start_hook(method: str) -> Callable[..., None]:
     """Return the batch-start hook of an entry point, which records the batch's size."""
 
-    def record(self: Any, trainer: Trainer, module: TrainModule, batch: Any, *which: int) -> None:
+    def record(self: Any, trainer: Trainer, module: TrainModule, batch: Any, *index: int) -> None:
         if method == self.method:
             self.largest_seen = max(self.largest_seen, find_batch_size(batch) or 0)
-            self.one_batch &= which[0] == 0
+            self.one_batch &= index[0] == 0
 
     return record
 
@@ -170,7 +170,7 @@ class _BatchRecorder(Callback):
         run.stopping.signalled = lambda: None  # a signal takes effect once the trial is over
         weighting = run.optim.weighting
         weighting.reference = weighting.reference or 1.0  # no process waits for rank 0's
-        self.available = _samples_of([run.data.epoch_iterator])
+        self.available = _max_num_samples([run.data.epoch_iterator])
         if self.reserve:
             self._buffers = [
                 torch.empty_like(p) for p in run.optim.parameters.all if p.requires_grad
@@ -181,7 +181,7 @@ class _BatchRecorder(Callback):
     on_test_batch_start = _batch_start_hook("test")
     on_predict_batch_start = _batch_start_hook("predict")
 
-    def largest(self, size: int) -> int | None:
+    def max_batch_size(self, size: int) -> int | None:
         """Return the largest batch that the data can fill, after trying a size; None if unknown.
 
         If only the batches tell, data that end with their first batch cannot fill a larger one.
@@ -193,7 +193,7 @@ class _BatchRecorder(Callback):
         return self.available
 
 
-def _samples_of(epoch_iterators: Sequence[EpochIterator]) -> int | None:
+def _max_num_samples(epoch_iterators: Sequence[EpochIterator]) -> int | None:
     """Return the number of samples in the largest of these; None if only reading can tell."""
     sizes = []
     for iterator in epoch_iterators:
@@ -292,13 +292,13 @@ class TrialTarget:
                 trial.fit(module, loaders, val_loaders, datamodule=datamodule)
             else:
                 with trial._evaluation(self.method, module, loaders, datamodule, None) as run:
-                    recorder.available = _samples_of(run.eval_iterators)
+                    recorder.available = _max_num_samples(run.eval_iterators)
                     if self.method == "predict":
                         predict(run, keep=False)
                     else:
                         phase = VALIDATION if self.method == "validate" else TEST
                         evaluate(run, phase)
-        return recorder.largest(size)
+        return recorder.max_batch_size(size)
 
 
 def with_batch_size(loaders: Any, size: int) -> Any:
@@ -327,7 +327,7 @@ def with_batch_size(loaders: Any, size: int) -> Any:
 
 
 def search_batch_size(
-    target: TrialTarget, search: Search, *, effective: int | None
+    target: TrialTarget, search: SizeSearch, *, effective: int | None
 ) -> BatchSizeSearch:
     """Find the largest size that fits on all processes; collective.
 
@@ -346,7 +346,7 @@ def search_batch_size(
     if rank_batch_size is not None:
         search = replace(search, max_val=min(rank_batch_size, search.max_val or rank_batch_size))
     with isolate(target.module):
-        tried = search.largest(lambda size: target.attempt(size, search.steps_per_trial))
+        tried = search.run(lambda size: target.attempt(size, search.steps_per_trial))
     fitting_sizes = [size for size, fits in tried.items() if fits]
     if not fitting_sizes:
         raise RuntimeError(

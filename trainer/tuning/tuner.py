@@ -14,7 +14,7 @@ from trainer.trainer import Trainer
 from trainer.tuning.batch_size import (
     METHODS,
     BatchSizeSearch,
-    Search,
+    SizeSearch,
     TrialTarget,
     check_effective,
     search_batch_size,
@@ -210,7 +210,7 @@ class Tuner:
             TypeError: The module cannot be copied, or an argument has the wrong type.
             RuntimeError: Not even one sample fits. Like every error, on all processes.
         """
-        search = Search(
+        search = SizeSearch(
             mode=mode,
             steps_per_trial=steps_per_trial,
             init_val=init_val,

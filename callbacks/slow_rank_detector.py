@@ -57,8 +57,8 @@ class _Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._events = device.type in ("cuda", "xpu")
         self._device = device
-        self._begun: Any = None
-        self._passing: list[tuple[Any, Any]] = []
+        self._started: Any = None
+        self._unfinished: list[tuple[Any, Any]] = []
         self.reset()
 
     def reset(self) -> None:
@@ -70,27 +70,27 @@ class _Stopwatch:
         return record_event(self._device, enable_timing=True)
 
     def start(self) -> None:
-        self._begun = self._now()
+        self._started = self._now()
 
     def stop(self) -> None:
-        begun, self._begun = self._begun, None
-        if begun is None:
+        started, self._started = self._started, None
+        if started is None:
             return
-        self._passing.append((begun, self._now()))
+        self._unfinished.append((started, self._now()))
         self._collect()
 
     def _collect(self) -> None:
         """Add the intervals whose events are complete, without waiting for the others."""
-        while self._passing:
-            begun, ended = self._passing[0]
+        while self._unfinished:
+            started, ended = self._unfinished[0]
             if not self._events:
-                self.seconds += ended - begun
+                self.seconds += ended - started
             elif ended.query():
-                self.seconds += begun.elapsed_time(ended) / 1e3
+                self.seconds += started.elapsed_time(ended) / 1e3
             else:
                 break
             self.count += 1
-            self._passing.pop(0)
+            self._unfinished.pop(0)
 
 
 class SlowRankDetector(Callback):
@@ -142,7 +142,7 @@ class SlowRankDetector(Callback):
             "forward": _Stopwatch(accelerator.device),
         }
         self._pending: tuple[Tensor, Any] | None = None
-        self._in_a_row: dict[tuple[int, str], int] = {}
+        self._slow_in_a_row: dict[tuple[int, str], int] = {}
         name = socket.gethostname().encode()[:_HOST_BYTES]
         padded = torch.tensor([*name.ljust(_HOST_BYTES, b"\0")], device=accelerator.device)
         gathered = accelerator.gather(padded).reshape(-1, _HOST_BYTES).tolist()
@@ -152,14 +152,14 @@ class SlowRankDetector(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Exclude the wait for an epoch's first batch, in which workers start."""
         if self._active:
-            self._watches["data"]._begun = None
+            self._watches["data"]._started = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
         """Exclude the time of a save from the wait for data."""
         if self._active:
-            self._watches["data"]._begun = None
+            self._watches["data"]._started = None
 
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
@@ -235,14 +235,15 @@ class SlowRankDetector(Callback):
             self._find_slow_ranks(work, times, update)
         if trainer.accelerator.is_main_process:
             for slow in self.slow:
-                if self._in_a_row[slow.rank, slow.work] == self.patience:
+                if self._slow_in_a_row[slow.rank, slow.work] == self.patience:
                     logger.warning("Step %d: %s.", trainer.global_step, slow)
 
     def _find_slow_ranks(self, work: str, times: list[float], update: float) -> None:
         for rank, seconds in enumerate(times):
             others = _median([*times[:rank], *times[rank + 1 :]])
             slow = seconds > self.threshold * others and seconds - others > self.min_share * update
-            self._in_a_row[rank, work] = self._in_a_row.get((rank, work), 0) + 1 if slow else 0
+            count = self._slow_in_a_row.get((rank, work), 0)
+            self._slow_in_a_row[rank, work] = count + 1 if slow else 0
             if slow:
                 self.slow.append(Slow(rank, self._hosts[rank], work, seconds, others))
 

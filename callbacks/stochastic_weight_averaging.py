@@ -160,11 +160,11 @@ class StochasticWeightAveraging(Callback):
             # Another callback may have added a parameter group of unfrozen weights.
             rates += [float(group["lr"]) for group in optimizer.param_groups[len(rates) :]]
         self._check_number(trainer)
-        share = self._share(epoch - self._started)
+        progress = self._annealing_progress(epoch - self._started)
         begins = [rate for rates in self._rates for rate in rates]
         for number, (group, begin) in enumerate(zip(_groups(trainer), begins, strict=True)):
             end = self.swa_lrs[number] if isinstance(self.swa_lrs, Sequence) else self.swa_lrs
-            _set_rate(group, end * share + begin * (1 - share))
+            _set_rate(group, end * progress + begin * (1 - progress))
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Add the weights to the mean."""
@@ -209,7 +209,7 @@ class StochasticWeightAveraging(Callback):
             start = int(trainer.max_epochs * start)
         return max(int(start) - 1, 0)
 
-    def _share(self, epochs: int) -> float:
+    def _annealing_progress(self, epochs: int) -> float:
         """Return the progress of the annealing after this many epochs, from 0 to 1."""
         time = 1.0 if self.annealing_epochs == 0 else min(epochs / self.annealing_epochs, 1.0)
         return time if self.annealing_strategy == "linear" else (1 - math.cos(math.pi * time)) / 2

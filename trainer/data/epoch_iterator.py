@@ -170,8 +170,8 @@ class EpochIterator:
         resumed: The epoch to resume, and its amount of data; see `resume_length`.
         batches_read: The number of processes with a batch in the global batch being read.
         dummy_batch: What this process runs where it has no batch; see `trainer.engines.lockstep`.
-        weighs: Whether losses or metrics are weighted by the samples of a batch, and no warning
-            about an ambiguous number has been logged yet; None until known.
+        weighted_by_samples: Whether losses or metrics are weighted by the samples of a batch, and
+            no warning about an ambiguous number has been logged yet; None until known.
 
     Raises:
         TypeError: The source cannot be iterated.
@@ -206,7 +206,7 @@ class EpochIterator:
         self.limited_by = ""
         self.batches_read = shard.world_size
         self.dummy_batch: Any = None
-        self.weighs: bool | None = None
+        self.weighted_by_samples: bool | None = None
         self.sampler: ShardedSampler | None = None
         self.loader: Any = source
         self.limit: int | float | None = None
@@ -531,14 +531,14 @@ class EpochIterator:
             end_workers([batches])
             self.close()
 
-    def another(self) -> EpochIterator:
+    def independent_copy(self) -> EpochIterator:
         """Return a second, independent epoch iterator over the same data with the same limit.
 
         It works only for map-style datasets, because the position of a stream is part of its state.
         """
-        twin = EpochIterator(self._source, self._shard, seed=self.seed, shuffle=self._shuffle)
-        twin.limit = self.limit
-        return twin
+        duplicate = EpochIterator(self._source, self._shard, seed=self.seed, shuffle=self._shuffle)
+        duplicate.limit = self.limit
+        return duplicate
 
     def reseed(self, seed: int) -> None:
         """Use the seed of the run that is resumed."""
@@ -635,8 +635,8 @@ class EpochIterator:
         samples = count_samples(batch, indices or None)
         if samples is None:
             return 1
-        if self.weighs and samples < indices:
-            self.weighs = False
+        if self.weighted_by_samples and samples < indices:
+            self.weighted_by_samples = False
             logger.warning(
                 "A batch of %d samples counts as %d, the first dimension of its tensors, as if "
                 "collate_fn had left out the others. If that is not the number of samples, define "
@@ -680,7 +680,7 @@ class EpochIterator:
             else:
                 yield GlobalBatch(False, None, 0, *counts, position=position)
 
-    def check_parts(self) -> None:
+    def check_presharded(self) -> None:
         """Check that all processes read all of the data, or each another part; collective.
 
         Raises:

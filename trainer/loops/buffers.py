@@ -234,7 +234,7 @@ def update_batch_norm(run: FitRun) -> None:
     if not norms:
         return
     before = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
-    epoch_iterator = run.data.epoch_iterator.another()
+    epoch_iterator = run.data.epoch_iterator.independent_copy()
     # Independent of the RNG state, since a resumed run may call this at another point.
     seed = mix(run.data.epoch_iterator.seed, run.counters.epoch, run.dp_rank)
     generators = run.generators.named

@@ -171,7 +171,7 @@ def make_epoch_iterators(
             shuffle=not settings.overfits(kind),
             remember=kind == "train",
         )
-        epoch_iterator.check_parts()
+        epoch_iterator.check_presharded()
         apply_limit(epoch_iterator, name, limit)
         which = f"{kind} loader" if len(loaders) == 1 else f"{kind} loader number {number}"
         check_same_length(epoch_iterator, which)

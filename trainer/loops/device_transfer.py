@@ -104,8 +104,8 @@ class DeviceTransfer:
             counted: Whether each batch is paired with its number of items, for `items_of`.
             keeps_latest: Whether any batch may become the dummy batch, not only the last one.
         """
-        if epoch_iterator.weighs is None:
-            epoch_iterator.weighs = counted and not self.counts_items
+        if epoch_iterator.weighted_by_samples is None:
+            epoch_iterator.weighted_by_samples = counted and not self.counts_items
         transfer = self.transfer(epoch_iterator, dataloader_idx, counted=counted)
         global_batches = epoch_iterator.global_batches(
             self._without_collectives(epoch_iterator, transfer)

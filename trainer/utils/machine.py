@@ -45,7 +45,7 @@ def _nvidia_smi(query: str) -> list[str]:
     """Return nvidia-smi's answer for each GPU; the query initialises no device."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        raise FileNotFoundError("nvidia-smi is not installed: there is no NVIDIA driver.")
+        raise FileNotFoundError("nvidia-smi is not installed: there is no driver for NVIDIA GPUs.")
     command = [program, f"--query-gpu={query}", "--format=csv,noheader"]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     return [line.strip() for line in result.stdout.splitlines() if line.strip()]

@@ -120,6 +120,7 @@ def test_inputs_are_moved_and_outputs_return():
     out = net({"a": (X,)}, past=X, skipped=X)
     assert out["found"] == ("meta", "meta")
     assert out["skipped"] is X
+    assert "execution_device='meta'" in repr(hook)
     add_hook_to_module(net, AlignDevicesHook(io_same_device=True))
     out = net({"a": (X.to("meta"),)}, past=X, skipped=X)
     assert out["found"] == ("meta", "cpu")

@@ -89,7 +89,9 @@ def begin() -> None:
     PartialState(cpu=True)
 
 
-def train(folder: Path, split_points: list[str]) -> tuple[list[float], list[float], set[str]]:
+def train(
+    folder: Path, schedule: str, split_points: list[str]
+) -> tuple[list[float], list[float], set[str]]:
     begin()
     model = Net()
     pipeline = PipelineParallel(
@@ -98,6 +100,7 @@ def train(folder: Path, split_points: list[str]) -> tuple[list[float], list[floa
         example_args=(X[:3],),
         split_points=split_points,
         num_microbatches=4,
+        schedule=schedule,
         count_items=count,
     )
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5, momentum=0.9)
@@ -124,11 +127,13 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     return {name: files[file][name] for name, file in index.items()}
 
 
-@pytest.mark.parametrize("points", [["blocks.2"], ["blocks.1", "blocks.3"]])
+@pytest.mark.parametrize(
+    ("schedule", "points"), [("1F1B", ["blocks.2"]), ("GPipe", ["blocks.1", "blocks.3"])]
+)
 @requires_pipelining
-def test_training_equals_one_process(ranks, points, tmp_path):
+def test_training_equals_one_process(ranks, schedule, points, tmp_path):
     expected, norms, weights = reference()
-    found = ranks(len(points) + 1)(lambda: train(tmp_path, points))
+    found = ranks(len(points) + 1)(lambda: train(tmp_path, schedule, points))
     for losses, of_all, _ in found:
         assert losses == pytest.approx(expected, abs=2e-6)
         assert of_all == pytest.approx(norms, abs=2e-6)
@@ -144,7 +149,7 @@ def test_training_equals_one_process(ranks, points, tmp_path):
 
 def test_one_process_runs_the_same_micro_batches(tmp_path):
     expected, norms, weights = reference()
-    losses, of_all, _ = train(tmp_path, [])
+    losses, of_all, _ = train(tmp_path, "1F1B", [])
     assert losses == pytest.approx(expected, abs=2e-6)
     assert of_all == pytest.approx(norms, abs=2e-6)
     saved = load_file(tmp_path / "model.safetensors")
@@ -234,6 +239,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
         frozen.head.requires_grad_(False)
         refuse(lambda: pipeline(frozen, ["head"]))
         refuse(lambda: pipeline(Net(), ["blocks.2"], num_microbatches=1))
+        refuse(lambda: pipeline(Net(), ["blocks.2"], schedule="1F2B"))
         working = pipeline(Net(), ["blocks.2"])
         refuse(lambda: working.step(X, target=Y[:3]))
         with torch.autocast("cpu", torch.bfloat16):
@@ -248,7 +254,8 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
         "split_points has 2 names, which make 3 stages, for 2 processes",
         "split_points ['unused'] cut Net into 1 stages, for 2 processes",
         "No parameter of stage 1 is trained",
-        "Number of microbatches (1) must be greater than or equal to the number of stages (2)",
+        "num_microbatches is 1, for 2 processes",
+        "schedule is '1F2B'; it must be one of '1F1B', 'GPipe'",
         "has a tensor of shape (3, 6)",
         "A pipeline does not run under autocast",
         "Net is a pipeline (prepare_pippy)",

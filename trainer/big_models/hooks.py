@@ -239,6 +239,11 @@ class AlignDevicesHook(ModelHook):
         self._shared: list[tuple[int, torch.device]] = []  # copies that this hook has made
         self._handles: list[Any] = []
 
+    def __repr__(self) -> str:
+        names = ("execution_device", "offload", "io_same_device", "offload_buffers")
+        shown = [f"{n}={getattr(self, n)!r}" for n in (*names, "place_submodules", "skip_keys")]
+        return f"AlignDevicesHook({', '.join(shown)})"
+
     def init_hook(self, module: M) -> M:
         """Place the module's weights for the time between forward passes."""
         device = self.execution_device

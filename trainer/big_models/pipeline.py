@@ -2,8 +2,8 @@
 
 A batch is cut into micro-batches, which pass from stage to stage. torch traces the model with
 ``torch.export``, cuts the graph where modules begin that the user names, and runs the schedule
-(`torch.distributed.pipelining`). Rank 0 has the inputs. Training runs 1F1B (PipeDream-Flush,
-Narayanan et al., 2021), inference GPipe (Huang et al., 2019).
+(`torch.distributed.pipelining`). Rank 0 has the inputs; see GPipe (Huang et al., 2019) and 1F1B
+(PipeDream-Flush, Narayanan et al., 2021) for the schedules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.save import run_on_all_ranks
 from trainer.checkpoint.weights import save_stages
-from trainer.checks import check_bools, check_choice, check_counts, given
+from trainer.checks import check_bools, check_choice, check_counts
 from trainer.distributed import transport
 from trainer.distributed.objects import broadcast_object
 from trainer.distributed.process_control import exchange
@@ -42,6 +42,7 @@ from trainer.tree import (
 )
 
 _TENSOR = object()  # stands for a tensor of an output
+_SCHEDULES = {"1F1B": "Schedule1F1B", "GPipe": "ScheduleGPipe"}
 
 
 def prepare_pippy(
@@ -80,7 +81,6 @@ def prepare_pippy(
         RuntimeError: torch cannot trace the model.
     """
     check_bools(gather_output=gather_output)
-    check_counts(1, **given(num_chunks=num_chunks))
     state = PartialState()
     stages = _Stages(
         model, split_points, no_split_module_classes, num_chunks, example_args, example_kwargs
@@ -117,6 +117,8 @@ class PipelineParallel:
         no_split_module_classes: See `prepare_pippy`.
         num_microbatches: Micro-batches of a batch, at least the number of processes; None is that
             number. The more, the less each process waits.
+        schedule: ``"1F1B"``, where a process holds activations of at most as many micro-batches as
+            there are stages, or ``"GPipe"``, where it holds those of all.
         count_items: The number of items of a target that the loss averages over, such as unmasked
             tokens; None counts its rows.
 
@@ -141,10 +143,18 @@ class PipelineParallel:
         split_points: str | Sequence[str] = "auto",
         no_split_module_classes: Sequence[str] | None = None,
         num_microbatches: int | None = None,
+        schedule: str = "1F1B",
         count_items: Callable[[Any], float] | None = None,
     ) -> None:
         state = PartialState()
-        check_counts(1, **given(num_microbatches=num_microbatches))
+        check_choice("schedule", schedule, _SCHEDULES)
+        if num_microbatches is not None:
+            check_counts(1, num_microbatches=num_microbatches)
+            if num_microbatches < state.num_processes:
+                raise ValueError(
+                    f"num_microbatches is {num_microbatches}, for {state.num_processes} processes, "
+                    "some of which would never work: give at least as many."
+                )
         self.model, self.stage_index = model, state.process_index
         self._stages = _Stages(
             model,
@@ -154,6 +164,7 @@ class PipelineParallel:
             example_args,
             example_kwargs,
             loss=_Loss(loss_function, count_items),
+            schedule=schedule,
         )
         self.split_points = self._stages.split_points
         self._stages.check_trainable()
@@ -301,13 +312,16 @@ class _Stages:
         example_kwargs: dict[str, Any] | None,
         *,
         loss: _Loss | None = None,
+        schedule: str = "GPipe",
     ) -> None:
         state = PartialState()
+        if number is not None:
+            check_counts(1, num_chunks=number)
         self._num_microbatches = number or state.num_processes
         self._model = model
         self._traced = copy.copy(model)  # `prepare_pippy` replaces forward of the other one
         self._forward = self._traced.forward
-        self._loss = loss
+        self._loss, self._schedule = loss, schedule
         self._device = state.device
         self._rank, self._last_rank = state.process_index, state.num_processes - 1
         self._schedules: dict[Any, Any] = {}
@@ -544,11 +558,12 @@ class _Stages:
             stage_module.forward, partial(_zero_outputs, stage_module)
         )
         stage = pipe.build_stage(self._rank, self._device)
-        trains = operation == "gradient"
-        schedule = pipelining.Schedule1F1B if trains else pipelining.ScheduleGPipe
+        kind = getattr(
+            pipelining, _SCHEDULES[self._schedule if operation == "gradient" else "GPipe"]
+        )
         loss = None if operation == "output" else self._zeros_after_error(self._loss, _zeros)
         rebuild = partial(_rebuild_output, skeleton, output_indices)
-        return schedule(stage, self._num_microbatches, loss_fn=loss, scale_grads=False), rebuild
+        return kind(stage, self._num_microbatches, loss_fn=loss, scale_grads=False), rebuild
 
     def _zeros_after_error(self, function: Any, zeros: Callable[[], Any]) -> Callable[..., Any]:
         """Let a function return zeros after an error: the other stages wait for what it returns."""

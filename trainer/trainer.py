@@ -27,7 +27,7 @@ from trackers.base import Status
 from trackers.registry import TrackerChoice
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.resolve import WORDS
-from trainer.checkpoint.save import is_writer_rank, remove_or_warn
+from trainer.checkpoint.save import SaveRequest, is_writer_rank, remove_or_warn
 from trainer.checks import check_bools, suggest_arguments
 from trainer.configuration import (
     DataLoaderConfiguration,
@@ -654,16 +654,17 @@ class Trainer:
         with run.timing.part(SAVING):
             saved = save_run(
                 run,
-                target,
+                SaveRequest(
+                    target=target,
+                    on_each_node=self._context.project.on_each_node,
+                    links=links or {},
+                    displaces=displaces,
+                ),
                 trainer=self,
-                callbacks=self.callbacks,
                 configuration=self._context.settings.describe(),
                 weights_only=weights_only,
                 background=background and self._run is run,  # after the fit nothing waits for it
                 required=required,
-                links=links,
-                displaces=displaces,
-                on_each_node=self._context.project.on_each_node,
             )
         return target if saved else None
 

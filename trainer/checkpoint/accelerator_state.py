@@ -57,6 +57,7 @@ from trainer.checkpoint.parts import (
 from trainer.checkpoint.resolve import choose_state, displaced_by, number_of, numbered_root
 from trainer.checkpoint.save import (
     Ranks,
+    SaveRequest,
     is_writer_rank,
     raise_on_all_ranks,
     run_on_all_ranks,
@@ -358,7 +359,6 @@ def _save(
     processes: Ranks,
 ) -> Path:
     """See `save_state`; collective over `processes`."""
-    writes = is_writer_rank(processes, project.save_on_each_node)
     if prepared.mesh is not None or prepared.gathers:
         check_shared_disk(project.save_on_each_node)
     if prepared.mesh is not None and not safe_serialization:
@@ -366,42 +366,35 @@ def _save(
             "safe_serialization is False, but each process writes its part of a sharded model "
             "as safetensors: leave it out."
         )
-    displaces: list[Path] = []
-    if project.automatic_checkpoint_naming:
-        target = numbered_root(project) / f"checkpoint_{project.iteration}"
-
-        def check() -> None:
-            sweep(target.parent)  # an earlier deletion may have been killed
-            displaces.extend(displaced_by(target, project.total_limit))
-
-        raise_on_all_ranks(check, processes, here=writes, operation="save_state (arguments)")
-    elif output_dir is None:
-        raise ValueError(
-            "output_dir is None and automatic checkpoint naming is off. Pass a folder, or "
-            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
-        )
-    else:
-        target = Path(with_home("output_dir", output_dir))
-    models, weights = list(prepared.models), list[dict[str, Any]]()
-    every: list[dict[str, Any]] = []
+    target, displaces = _target_of(output_dir, project, processes)
+    is_writer = is_writer_rank(processes, project.save_on_each_node)
+    models = list(prepared.models)
+    of_all_models: list[dict[str, Any]] = []
+    weights: list[dict[str, Any]] = []  # of the models that the hooks leave to save
 
     def take(_: Path) -> None:
         if processes.num_processes > 1 and processes.is_main_process:
             main_alone.forget()  # all have come
         prepared.reshard()
         engine = prepared.engine
-        gathers = engine is not None and engine.full_state_on_rank0
-        every.extend(map(engine.full_state_dict if engine and gathers else bare_state_dict, models))
-        weights.extend(every)
+        state_of = engine.full_state_dict if engine and prepared.gathers else bare_state_dict
+        of_all_models.extend(map(state_of, models))
+        weights.extend(of_all_models)
 
     def write(staging: Path) -> Sequence[str]:
         if prepared.mesh is not None:
-            _check_same_models(every, weights)
-        parts = _parts(prepared, weights, processes, writes, safe_serialization)
+            _check_same_models(of_all_models, weights)
+        parts = _parts(prepared, weights, processes, is_writer, safe_serialization)
         return write_parts(parts)(staging)
 
     saved = save_checkpoint(
-        target,
+        SaveRequest(
+            target=target,
+            on_each_node=project.save_on_each_node,
+            shared=True,
+            displaces=displaces,
+            operation="save_state",
+        ),
         write,
         manifest=lambda: {
             "kind": _KIND,
@@ -413,21 +406,46 @@ def _save(
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         },
         state=processes,
-        before=[
-            take,
-            *(partial(_call_hook, hook, models, weights) for hook in hooks),
-        ],
-        shared=True,
-        on_each_node=project.save_on_each_node,
-        displaces=displaces,
-        operation="save_state",
+        before=[take, *(partial(_call_hook, hook, models, weights) for hook in hooks)],
     )
+    _count_save(project, saved)
+    if is_writer:
+        logger.info("The state was saved to %s.", saved)
+    return saved
+
+
+def _target_of(
+    output_dir: str | os.PathLike[str] | None, project: ProjectConfiguration, processes: Ranks
+) -> tuple[Path, list[Path]]:
+    """Return the folder of a save, and the checkpoints that it displaces; collective.
+
+    Raises:
+        ValueError: See `save_state`; raised on all ranks.
+    """
+    if project.automatic_checkpoint_naming:
+        target = numbered_root(project) / f"checkpoint_{project.iteration}"
+        displaces: list[Path] = []
+
+        def check() -> None:
+            sweep(target.parent)  # an earlier deletion may have been killed
+            displaces.extend(displaced_by(target, project.total_limit))
+
+        is_writer = is_writer_rank(processes, project.save_on_each_node)
+        raise_on_all_ranks(check, processes, here=is_writer, operation="save_state (arguments)")
+        return target, displaces
+    if output_dir is None:
+        raise ValueError(
+            "output_dir is None and automatic checkpoint naming is off. Pass a folder, or "
+            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+        )
+    return Path(with_home("output_dir", output_dir)), []
+
+
+def _count_save(project: ProjectConfiguration, saved: Path) -> None:
+    """Give the next save its number."""
     if project.automatic_checkpoint_naming:
         project.iteration = number_of(saved)  # the main process may have saved more often
     project.iteration += 1
-    if writes:
-        logger.info("The state was saved to %s.", saved)
-    return saved
 
 
 def _add_to(
@@ -461,9 +479,7 @@ def _add_to(
             logger.warning(
                 "Rank %d came too late to add its random states to a save before %s.", rank, target
             )
-    if project.automatic_checkpoint_naming:
-        project.iteration = number_of(target)
-    project.iteration += 1
+    _count_save(project, target)
     return target
 
 
@@ -495,29 +511,34 @@ def _call_hook(
 
 
 def _parts(
-    prepared: PreparedObjects, weights: list[dict[str, Any]], ranks: Ranks, writes: bool, safe: bool
+    prepared: PreparedObjects,
+    weights: list[dict[str, Any]],
+    processes: Ranks,
+    is_writer: bool,
+    safe_serialization: bool,
 ) -> list[StatePart]:
     """Return this process's parts of the checkpoint."""
-    shards = None if prepared.mesh is None else Shards(ranks.process_index, prepared.mesh)
+    shards = None if prepared.mesh is None else Shards(processes.process_index, prepared.mesh)
     shared = prepared.parts()
     # On all processes: reading the scaler's state may rescale the gradients.
     trees, rank_state = collect(shared), _own_state(prepared)
     if shards is not None and rank_state["gradients"] is not None:
         rank_state["gradients"], reduced = _separated(rank_state["gradients"])
         trees |= {_GRADIENTS: reduced} if reduced else {}
-    parts = []
-    if writes or shards is not None:
-        models = {_weights_names(n)[0 if safe else 1]: state for n, state in enumerate(weights)}
-        names = {file: f"Model {number}" for number, file in enumerate(models)}
+    shared_parts: list[StatePart] = []
+    if is_writer or shards is not None:
+        files = [_weights_names(number)[not safe_serialization] for number in range(len(weights))]
+        names = {file: f"Model {number}" for number, file in enumerate(files)}
         for stem, part in shared.items():
             of_class = f" ({part.kind})" if isinstance(part, PlacedState) else ""
             what = "the prepared loaders" if stem == _LOADERS else stem
             names[stem] = f"The state of {what}{of_class}"
-        parts = state_parts(models, trees, shards, names)
-    of_rank = [tree_part(rank_state, _rank_stem(ranks.process_index))]
+        models = dict(zip(files, weights, strict=True))
+        shared_parts = state_parts(models, trees, shards, names)
+    of_rank = [tree_part(rank_state, _rank_stem(processes.process_index))]
     if shards is not None:
         of_rank.append(shards_part(shards))
-    return [*(parts if writes else ()), *of_rank]
+    return [*(shared_parts if is_writer else ()), *of_rank]
 
 
 def _separated(gradients_: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,6 +13,7 @@ import pickle
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -216,25 +217,51 @@ def _describe(error: Exception) -> str:
     return repr(error)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """Where a checkpoint is saved, and which other paths its commit changes.
+
+    Attributes:
+        target: The checkpoint's folder; a checkpoint there is replaced. The writer rank's counts.
+        on_each_node: The machines share no disk, so each keeps a complete checkpoint.
+        shared: ``target`` may hold the user's files, which stay.
+        links: Symlinks to make after the commit, if True; see `trainer.checkpoint.storage.link`.
+            Those with False are removed at last, if what they point to is gone.
+        displaces: Checkpoints to remove after the links are made. Failures are logged.
+        operation: The public function that the user called, for :func:`run_on_all_ranks`.
+    """
+
+    target: Path
+    on_each_node: bool = False
+    shared: bool = False
+    links: Mapping[Path, bool] = field(default_factory=dict)
+    displaces: Sequence[Path] = ()
+    operation: str = CHECKPOINT
+
+    def absolute(self) -> SaveRequest:
+        """Return it with absolute paths, as hooks may change the working directory meanwhile."""
+        return replace(
+            self,
+            target=self.target.absolute(),
+            links={path.absolute(): wanted for path, wanted in self.links.items()},
+            displaces=[path.absolute() for path in self.displaces],
+        )
+
+
 def save_checkpoint(
-    target: Path,
+    request: SaveRequest,
     write: Callable[[Path], Iterable[str] | None],
     *,
     manifest: Callable[[], Mapping[str, Any]],
     state: Ranks,
     group: dist.ProcessGroup | None = None,
     before: Sequence[Callable[[Path], object]] = (),
-    shared: bool = False,
-    on_each_node: bool = False,
     needs: int = 0,
-    links: Mapping[Path, bool] | None = None,
-    displaces: Iterable[Path] = (),
-    operation: str = CHECKPOINT,
 ) -> Path:
     """Save a checkpoint on all ranks and commit it once every rank has written its part.
 
     Args:
-        target: The checkpoint's path; a checkpoint there is replaced. The writer rank's counts.
+        request: Where it is saved.
         write: Writes this rank's part into the staging folder. Names of files that several ranks
             write must contain the rank. If it returns the names, this rank syncs and hashes these
             files, else the writer rank does.
@@ -244,35 +271,31 @@ def save_checkpoint(
             its collectives would mix with those of training.
         before: Called with the staging folder before ``write``, each once the one before has ended
             on all ranks, so they may call collectives. Ranks may have different numbers of them.
-        shared: ``target`` may hold the user's files, which stay.
-        on_each_node: The machines share no disk, so each keeps a complete checkpoint.
         needs: The number of bytes that must be free; 0 if unknown.
-        links: Symlinks to make after the commit, if True; see `trainer.checkpoint.storage.link`.
-            Those with False are removed at last, if what they point to is gone.
-        displaces: Checkpoints to remove after the links are made. Failures are logged.
-        operation: The public function that the user called, for :func:`run_on_all_ranks`.
 
     Returns:
-        The writer rank's ``target``; every rank returns only after it is committed.
+        The writer rank's ``request.target``; every rank returns only after it is committed.
 
     Raises:
         CheckpointError: If any rank failed; raised on every rank, and the message names the ranks.
-            Nothing is then committed, and ``target`` is unchanged. One exception: if each machine
+            Nothing is then committed, and the target is unchanged. One exception: if each machine
             has its own disk and only the commit on one of them failed, the other machines have
             committed.
     """
-    what, path = f"Saving {target}", Path(os.path.abspath(target))  # hooks may change the folder
+    path = Path(os.path.abspath(request.target))  # hooks may change the working directory
+    on_each_node, operation = request.on_each_node, request.operation
     is_writer = is_writer_rank(state, on_each_node)
 
     def step(name: str, work: Callable[[], T]) -> list[T]:
+        what = f"Saving {request.target}"
         return run_on_all_ranks(what, work, state, group, operation=f"{operation} ({name})")
 
     def open_() -> tuple[Path, Path]:
-        if is_writer:
-            if needs:
-                check_space(path.parent, needs)
-            return open_staging(path, shared=shared), target
-        return path, target
+        if not is_writer:
+            return path, request.target
+        if needs:
+            check_space(path.parent, needs)
+        return open_staging(path, shared=request.shared), request.target
 
     def fill(work: Callable[[Path], Any]) -> Any:
         try:
@@ -281,44 +304,45 @@ def save_checkpoint(
             if staging.exists():
                 raise
             raise CheckpointError(
-                f"{staging}, which rank {first} has created, does not exist on "
+                f"{staging}, which rank {writer_rank} has created, does not exist on "
                 f"{socket.gethostname()}. If machines share no disk, let each keep checkpoints: "
                 "project_config=ProjectConfiguration(save_on_each_node=True). If they do, give a "
                 "folder on it, by a path that is the same on all machines"
             ) from error
 
-    hooks = max(step("begin", lambda: len(before)))  # and nothing is written if a rank is elsewhere
-    first = writer_rank_of(state, on_each_node, group, operation=f"{operation} (machines)")
-    staging, target = step("folder", open_)[first]
+    # Nothing is written if a rank is in another call.
+    hook_count = max(step("begin", lambda: len(before)))
+    writer_rank = writer_rank_of(state, on_each_node, group, operation=f"{operation} (machines)")
+    staging, target = step("folder", open_)[writer_rank]
     try:
-        for number in range(hooks):
+        for number in range(hook_count):
             step(
                 f"hook {number}",
                 # B023: it is called at once
                 lambda: fill(before[number]) if number < len(before) else None,  # noqa: B023
             )
         written = step("write", lambda: describe_files(staging, fill(write) or ()))
-        ours = [written[state.process_index]] if on_each_node else written
-        described = {name: entry for files in ours for name, entry in files.items()}
+        on_this_disk = [written[state.process_index]] if on_each_node else written
+        described = {name: entry for files in on_this_disk for name, entry in files.items()}
         step("commit", lambda: commit(staging, path, manifest(), described) if is_writer else None)
     except (CheckpointError, DistributedOperationException):
         if is_writer:
             discard(staging)
         raise
     if is_writer:
-        _link_and_remove(path, links or {}, displaces)
+        _link_and_remove(path, request)
     return target
 
 
-def _link_and_remove(target: Path, links: Mapping[Path, bool], displaces: Iterable[Path]) -> None:
+def _link_and_remove(target: Path, request: SaveRequest) -> None:
     """Let links point to a committed checkpoint; then remove those that it displaces."""
-    for name in (name for name, wanted in links.items() if wanted):
-        link_or_warn(target, name)
-    for path in displaces:
-        remove_or_warn(path)
-    for name in (name for name, wanted in links.items() if not wanted):
-        if name.is_symlink() and not name.exists():
-            name.unlink(missing_ok=True)
+    for link_path in (path for path, wanted in request.links.items() if wanted):
+        link_or_warn(target, link_path)
+    for displaced in request.displaces:
+        remove_or_warn(displaced)
+    for link_path in (path for path, wanted in request.links.items() if not wanted):
+        if link_path.is_symlink() and not link_path.exists():
+            link_path.unlink(missing_ok=True)
 
 
 def link_or_warn(target: Path, name: Path) -> None:

@@ -26,6 +26,7 @@ from trainer.checkpoint.parts import (
     write_parts,
 )
 from trainer.checkpoint.save import (
+    SaveRequest,
     check_space,
     is_writer_rank,
     run_on_all_ranks,
@@ -255,34 +256,26 @@ class CallbackStates:
 
 def save_run(
     run: FitRun,
-    target: Path,
+    request: SaveRequest,
     *,
     trainer: Any,
-    callbacks: Sequence[Callback],
     configuration: Mapping[str, Any],
     weights_only: bool = False,
     background: bool = False,
     required: bool = True,
-    links: Mapping[Path, bool] | None = None,
-    displaces: Sequence[Path] = (),
-    on_each_node: bool = False,
 ) -> bool:
     """Save the state of a fit at an update boundary; collective.
 
     Args:
         run: The fit.
-        target: The checkpoint's folder.
-        trainer: Passed to the callbacks' ``on_save_checkpoint``.
-        callbacks: The callbacks, whose states are saved.
+        request: Where it is saved.
+        trainer: Has the callbacks, and is passed to their hooks.
         configuration: The resolved configuration, recorded in the manifest.
         weights_only: Save only the weights, from which no run can resume.
         background: Copy the state to host memory, return, and write it on another thread while
             training continues.
         required: Whether to raise if the checkpoint cannot be written; otherwise the error is
             logged.
-        links: Symlinks to make (True), or to remove (False), once the checkpoint is committed.
-        displaces: Checkpoints to delete then.
-        on_each_node: Whether each machine keeps a complete checkpoint, since they share no disk.
 
     Returns:
         Whether the checkpoint is committed, or being written in the background.
@@ -292,73 +285,77 @@ def save_run(
             Raised on all ranks. An error of a background save is raised at the next update.
     """
     _settle(run)
-    state = PartialState()
-    extra, edited = _state_from_hooks(run, trainer, callbacks, target, weights_only)
-    shared: list[StatePart] = []
-    of_this_rank: list[Encoded] = []
-    is_writer = is_writer_rank(state, on_each_node)
-    mesh = run.engine.parallel.mesh
-    shards = None if mesh is None else Shards(run.rank, mesh)
+    parts, needs = _parts_to_save(run, request, trainer, weights_only)
+    state, writer = PartialState(), run.saving.writer
+    write_state = writer.copies.hold(parts) if background else write_parts(parts)
+    write_record = None if weights_only else _writer_of_record(run)
+
+    def write(folder: Path) -> Sequence[str]:
+        files = write_state(folder)
+        if write_record is not None and is_writer_rank(state, request.on_each_node):
+            write_record(folder)
+        return files
+
+    manifest = _manifest_of(run, configuration) | {"weights_only": weights_only}
+    save = partial(
+        save_checkpoint,
+        request.absolute(),
+        write,
+        manifest=lambda: manifest,
+        state=state,
+        needs=needs,
+    )
+    writer.start(save, name=request.target, required=required, background=background)
+    return background or writer.wait()
+
+
+def _parts_to_save(
+    run: FitRun, request: SaveRequest, trainer: Any, weights_only: bool
+) -> tuple[list[StatePart], int]:
+    """Return what this process writes, and the bytes that must be free on its disk; collective.
+
+    Raises:
+        CheckpointError: The state of some rank cannot be saved; raised on all ranks.
+    """
+    extra, edited = _state_from_hooks(run, trainer, request.target, weights_only)
     optimizers, gathered = OptimizerStates(run.optim, run.module), None
     if run.engine.full_state_on_rank0:  # collective
         if not weights_only:
             optimizers.gather()
         gathered = run.engine.full_state_dict(run.module)
+    state, mesh = PartialState(), run.engine.parallel.mesh
+    is_writer = is_writer_rank(state, request.on_each_node)
+    shards = None if mesh is None else Shards(run.rank, mesh)
+    of_all_ranks: list[StatePart] = []
+    of_this_rank: list[Encoded] = []
 
-    def capture() -> Encoded | None:
-        exported, trained = edited or _weights_of(run, trainer, callbacks, gathered)
+    def encode() -> Encoded | None:
+        exported, trained = edited or _weights_of(run, trainer, gathered)
         if is_writer or shards is not None:
             weights, trees = {WEIGHTS_NAME: exported}, {TRAINER: {"extra": extra}} if extra else {}
             if not weights_only:
                 weights |= {} if trained is None else {TRAINED_NAME: trained}
-                trees = shared_trees(run, callbacks, optimizers, extra)
+                trees = shared_trees(run, trainer.callbacks, optimizers, extra)
             parts = state_parts(weights, trees, shards)
-            shared.extend(parts if is_writer else ())
+            of_all_ranks.extend(parts if is_writer else ())
         if weights_only:
             return None
         encoded = encode_tree(collect(parts_of_rank(run)), rank_stem(run.rank))
         of_this_rank.append(encoded)
-        return encoded if on_each_node else None
+        return encoded if request.on_each_node else None
 
-    of_all = run_on_all_ranks(f"Saving {target}", capture, state, run.saving.writer.group)
-    if on_each_node:
-        ranks = [(rank, tree) for rank, tree in enumerate(of_all) if tree is not None and is_writer]
-    else:
-        ranks = [(run.rank, tree) for tree in of_this_rank]
-    of_ranks = [encoded_part(*tree, rank_stem(rank)) for rank, tree in ranks]
+    sent = run_on_all_ranks(f"Saving {request.target}", encode, state, run.saving.writer.group)
+    rank_trees = [(run.rank, tree) for tree in of_this_rank]
+    if request.on_each_node:  # each machine's writer rank writes those of all ranks
+        rank_trees = [(rank, t) for rank, t in enumerate(sent) if t is not None and is_writer]
+    of_ranks = [encoded_part(*tree, rank_stem(rank)) for rank, tree in rank_trees]
     if shards is not None:
         of_ranks.append(shards_part(shards))
-    parts = [*shared, *of_ranks]
+    parts = [*of_all_ranks, *of_ranks]
     needs = sum(part.size for part in parts)
-    if not on_each_node:  # each other rank writes about as many bytes to the same disk
+    if not request.on_each_node:  # each other rank writes about as many bytes to the same disk
         needs += (run.world_size - 1) * sum(part.size for part in of_ranks)
-    write = run.saving.writer.copies.hold(parts) if background else write_parts(parts)
-    write_record = None if weights_only else _writer_of_record(run)
-
-    def write_own(folder: Path) -> Sequence[str]:
-        files = write(folder)
-        if is_writer and write_record is not None:
-            write_record(folder)
-        return files
-
-    manifest = _manifest_of(run, configuration) | {"weights_only": weights_only}
-    run.saving.writer.start(
-        partial(
-            save_checkpoint,
-            target.absolute(),  # hooks may change the working directory while it is written
-            write_own,
-            manifest=lambda: manifest,
-            state=state,
-            on_each_node=on_each_node,
-            needs=needs,
-            links={path.absolute(): wanted for path, wanted in (links or {}).items()},
-            displaces=[path.absolute() for path in displaces],
-        ),
-        name=target,
-        required=required,
-        background=background,
-    )
-    return background or run.saving.writer.wait()
+    return parts, needs
 
 
 def _settle(run: FitRun) -> None:
@@ -372,11 +369,7 @@ def _settle(run: FitRun) -> None:
 
 
 def _state_from_hooks(
-    run: FitRun,
-    trainer: Any,
-    callbacks: Sequence[Callback],
-    target: Path,
-    weights_only: bool,
+    run: FitRun, trainer: Any, target: Path, weights_only: bool
 ) -> tuple[dict[str, Any], Weights | None]:
     """Return what the ``on_save_checkpoint`` hooks add to the checkpoint; collective.
 
@@ -390,7 +383,7 @@ def _state_from_hooks(
     edited: Weights | None = None
 
     def call_hooks(checkpoint: dict[str, Any]) -> None:
-        for callback in () if weights_only else callbacks:
+        for callback in () if weights_only else trainer.callbacks:
             callback.on_save_checkpoint(trainer, run.module, checkpoint)
         run.module.on_save_checkpoint(checkpoint)
 
@@ -399,9 +392,7 @@ def _state_from_hooks(
         extra, edited = run.module._call_on_save_checkpoint(
             {"epoch": run.counters.epoch, "global_step": run.counters.global_step},
             call_hooks,
-            None
-            if run.engine.full_state_on_rank0
-            else partial(_weights_of, run, trainer, callbacks, None),
+            None if run.engine.full_state_on_rank0 else partial(_weights_of, run, trainer, None),
             weights_only=weights_only,
         )
         return [] if edited is None else sorted(edited[0])
@@ -528,12 +519,7 @@ def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, An
     return commit(staging, target, _manifest_of(run, configuration) | {"weights_only": True})
 
 
-def _weights_of(
-    run: FitRun,
-    trainer: Any,
-    callbacks: Sequence[Callback],
-    gathered: Mapping[str, Any] | None,
-) -> Weights:
+def _weights_of(run: FitRun, trainer: Any, gathered: Mapping[str, Any] | None) -> Weights:
     """Return the weights of the model's file and, if they differ, the trained weights.
 
     A callback such as weight averaging, or a schedule-free optimizer, may give the weights for use
@@ -542,21 +528,22 @@ def _weights_of(
     Raises:
         ValueError: More than one callback returns weights from `weights_to_save`.
     """
-    offered = [(each.state_key, each.weights_to_save(trainer, run.module)) for each in callbacks]
-    given = [(key, weights) for key, weights in offered if weights is not None]
-    if len(given) > 1:
+    from_callbacks = [
+        (callback.state_key, weights)
+        for callback in trainer.callbacks
+        if (weights := callback.weights_to_save(trainer, run.module)) is not None
+    ]
+    if len(from_callbacks) > 1:
         raise ValueError(
-            f"{' and '.join(key for key, _ in given)} both return weights_to_save; a checkpoint "
-            "can hold those of only one. Leave out the others."
+            f"{' and '.join(key for key, _ in from_callbacks)} both return weights_to_save; "
+            "a checkpoint can hold those of only one. Leave out the others."
         )
     current = run.module.state_dict() if gathered is None else gathered
-    exported, trained = given[0][1] if given else (current, None)
-    if not given and (free := schedule_free(run.optim.optimizers)):
+    exported, trained = from_callbacks[0][1] if from_callbacks else (current, None)
+    if not from_callbacks and (free := schedule_free(run.optim.optimizers)):
+        trained = dict(current)
         with evaluation_weights(free):
-            exported, trained = (
-                {name: _copied(value) for name, value in current.items()},
-                dict(current),
-            )
+            exported = {name: _copied(value) for name, value in current.items()}
     bare = dict(bare_names(run.module, exported.items()))
     return bare, None if trained is None else dict(bare_names(run.module, trained.items()))
 
@@ -619,16 +606,13 @@ def load_datamodule(datamodule: Any, path: Path) -> None:
         run_on_all_ranks(f"Restoring the datamodule from {path}", load, PartialState())
 
 
-def load_run(
-    run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callback], stays_stopped: bool
-) -> int | None:
+def load_run(run: FitRun, path: Path, *, trainer: Any, stays_stopped: bool) -> int | None:
     """Restore a fit from a checkpoint.
 
     Args:
         run: The fit at its start.
         path: The checkpoint.
-        trainer: Passed to the callbacks' ``on_load_checkpoint``.
-        callbacks: The callbacks, whose states are restored.
+        trainer: Has the callbacks, and is passed to their hooks.
         stays_stopped: Whether a run that had decided to stop (such as by `EarlyStopping`) stays
             stopped. False lets it train on.
 
@@ -676,10 +660,11 @@ def load_run(
         weights = apply_edits(weights, saved, reader.weights(TRAINED_NAME, later=later))
     dtypes = dtypes_of(run.module, own_names(run.module, weights))
     optimizers = OptimizerStates(run.optim, run.module, dtypes=dtypes, warns=run.rank == 0)
-    restore(parts_before_hooks(run, optimizers, callbacks), state, path, optional=_ADDED_LATER)
+    before_hooks = parts_before_hooks(run, optimizers, trainer.callbacks)
+    restore(before_hooks, state, path, optional=_ADDED_LATER)
     if differs:
         load(weights, path / TRAINED_NAME)
-    for callback in callbacks:
+    for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, run.module, checkpoint)
     run.saving.starts_epoch_again = "epoch_start" not in state  # as in earlier releases
     of_rank = parts_of_rank(run)

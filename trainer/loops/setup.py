@@ -392,14 +392,7 @@ def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> in
     Returns:
         The length of the local record at that checkpoint in bytes; None if unknown.
     """
-    load = partial(
-        load_run,
-        run,
-        chosen,
-        trainer=context.trainer,
-        callbacks=context.callbacks,
-        stays_stopped=not back,
-    )
+    load = partial(load_run, run, chosen, trainer=context.trainer, stays_stopped=not back)
     offset = on_all(load, "fit")
     # Only after loading has succeeded: the checkpoint may not match the run.
     if back and context.project.leave_branch(chosen, context.roots(), offset):

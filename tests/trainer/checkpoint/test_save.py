@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainer.checkpoint import storage as layout_module
 from trainer.checkpoint.resolve import choose_checkpoint, newest_sound
-from trainer.checkpoint.save import save_checkpoint
+from trainer.checkpoint.save import SaveRequest, save_checkpoint
 from trainer.checkpoint.storage import MANIFEST, committed, rank_stem, read_manifest, remove, verify
 from trainer.errors import CheckpointError
 from trainer.state import PartialState
@@ -38,7 +38,7 @@ def save_step(
         (folder / f"{rank_stem(rank)}.json").write_text(content)
 
     return save_checkpoint(
-        Path("checkpoints") / f"step-{step:08d}",
+        SaveRequest(target=Path("checkpoints") / f"step-{step:08d}"),
         write,
         manifest=lambda: {"step": step, "bad": bad},
         state=state,
@@ -72,7 +72,7 @@ def test_a_name_taken_by_another_folder_raises():
     Path("mine").mkdir()
     message = r"failed: .*mine exists .* or move it away\.$"
     with pytest.raises(CheckpointError, match=message):
-        save_checkpoint(Path("mine"), print, manifest=dict, state=ALONE)
+        save_checkpoint(SaveRequest(target=Path("mine")), print, manifest=dict, state=ALONE)
     assert os.listdir() == ["mine"]
     assert os.listdir("mine") == []
 
@@ -216,7 +216,8 @@ def test_machines_without_a_shared_disk_raise(ranks2):
                 shutil.rmtree(folder)  # this machine does not have it
                 (folder / "rank-00001.json").write_text("x")
 
-        return outcome(lambda: save_checkpoint(Path("a"), write, manifest=dict, state=state))
+        request = SaveRequest(target=Path("a"))
+        return outcome(lambda: save_checkpoint(request, write, manifest=dict, state=state))
 
     said, other = ranks2(body)
     assert said == other
@@ -252,7 +253,7 @@ def chosen(lost=(), run_ids=("a", "a"), choose=newest):
         for step, run_id in ((1, "a"), (2, run_ids[rank])):
             manifest = {"step": step, "run_id": run_id, "metrics": {"loss": 1 / step}}
             path = Path(f"checkpoints/step-{step:08d}")
-            save_checkpoint(path, print, manifest=manifest.copy, state=ALONE)
+            save_checkpoint(SaveRequest(target=path), print, manifest=manifest.copy, state=ALONE)
         for step in [step for where, step in lost if where == rank]:
             remove(Path(f"checkpoints/step-{step:08d}"))
         logging.getLogger("trainer").addHandler(handler)

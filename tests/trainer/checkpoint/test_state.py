@@ -16,7 +16,7 @@ from torch import nn
 
 from trainer.checkpoint import accelerator_state as state
 from trainer.checkpoint.accelerator_state import PreparedObjects, load_state, save_state
-from trainer.checkpoint.save import save_checkpoint
+from trainer.checkpoint.save import SaveRequest, save_checkpoint
 from trainer.checkpoint.storage import verify
 from trainer.errors import CheckpointError
 
@@ -243,7 +243,7 @@ def test_a_folder_without_a_state_raises():
     OUT.mkdir()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         load_state(OUT, PreparedObjects(), ALONE)
-    save_checkpoint(Path("step-00000001"), print, manifest=dict, state=ALONE)
+    save_checkpoint(SaveRequest(target=Path("step-00000001")), print, manifest=dict, state=ALONE)
     with pytest.raises(CheckpointError, match=r"Trainer's checkpoint is resumed with"):
         load_state("step-00000001", PreparedObjects(), ALONE)
 

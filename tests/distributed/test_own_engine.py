@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks import Callback
 from trainer import Accelerator, Trainer, TrainModule
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.base import EngineOptions
@@ -25,6 +26,7 @@ class AveragesWeights(SingleDevice):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self.updates = 0
+        self.states_taken = 0
 
     def prepare_module(self, module: nn.Module, **options: Any) -> nn.Module:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -51,6 +53,7 @@ class AveragesWeights(SingleDevice):
         return self.step_sync.count(total)
 
     def state_dict(self) -> dict[str, Any]:
+        self.states_taken += 1  # which may be collective
         return {"updates": self.updates}
 
     def load_state_dicts(self, saved: Any) -> None:
@@ -95,6 +98,10 @@ def weights(net: nn.Linear) -> list[float]:
 
 
 def test_the_trainer_trains_saves_and_resumes_with_it(ranks2, tmp_path):
+    class Begins(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            assert trainer.accelerator.engine.states_taken == 0  # a resumed fit only restores it
+
     def fit(folder: Path, steps: int, resume: bool) -> list[float]:
         module = Net()
         trainer = Trainer(
@@ -103,6 +110,7 @@ def test_the_trainer_trains_saves_and_resumes_with_it(ranks2, tmp_path):
             engine=AveragesWeights,
             cpu=True,
             progress_bar=False,
+            callbacks=[Begins()],
         )
         trainer.fit(
             module, DataLoader(TensorDataset(X, Y), 4), ckpt_path="auto" if resume else None

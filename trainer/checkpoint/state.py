@@ -78,8 +78,11 @@ def dtypes_of(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[int
     return {id(parameter): weights[name].dtype for name, parameter in named if name in weights}
 
 
-Parts: TypeAlias = "Mapping[Any, Stateful | None]"
-"""Parts by their key in a tree; a part whose key is a tuple has several keys there."""
+Parts: TypeAlias = "Mapping[str | tuple[str, ...], Stateful | None]"
+"""Parts by their key in a tree.
+
+A part whose key is a tuple has several keys there; if it is empty, all that no other part has.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +161,19 @@ def restore(
         CheckpointError: A state is missing or does not fit its part.
     """
     trees = saved.states if isinstance(saved, RankStates) else [saved]
+    listed = {name for key in parts for name in _names(key)}
+    others = tuple(dict.fromkeys(name for tree in trees for name in tree if name not in listed))
     for key, part in parts.items():
-        keys = (key,) if isinstance(key, str) else key
-        there = any(name in tree for tree in trees for name in keys)
-        if part is None or (not there and (key in optional or not keys)):
+        names = others if key == () else _names(key)
+        is_saved = any(name in tree for tree in trees for name in names)
+        if part is None or (not is_saved and (key in optional or not names)):
             continue
         try:
-            with reading(f"the state of {', '.join(keys)}", "cannot be restored"):
-                states = [_state(tree, key) for tree in trees]
+            with reading(f"the state of {', '.join(names)}", "cannot be restored"):
+                states = [
+                    tree[key] if isinstance(key, str) else {n: tree[n] for n in names if n in tree}
+                    for tree in trees
+                ]
                 if isinstance(saved, RankStates):
                     part.load_state_dict(replace(saved, states=states))
                 else:
@@ -174,7 +182,5 @@ def restore(
             raise CheckpointError(f"{where}: {error}" if where else str(error)) from error
 
 
-def _state(tree: Mapping[str, Any], key: Any) -> Any:
-    if isinstance(key, str):
-        return tree[key]
-    return {name: tree[name] for name in key if name in tree}
+def _names(key: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key

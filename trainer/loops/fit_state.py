@@ -72,7 +72,6 @@ from trainer.tree import leaves
 logger = module_logger(__name__)
 
 OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
-_METRICS = ("metrics", "counts_values")
 _ADDED_LATER = ("switches", "epoch_start", "boundary")  # missing in earlier releases
 _OPTIMIZERS = ("options", "optimizers", "groups", "schedulers", OPTIMIZER)
 
@@ -121,14 +120,11 @@ def shared_trees(
 
 def parts_of_rank(run: FitRun) -> Parts:
     """Return what differs between ranks, in the order of restoring: after the callbacks' hooks."""
-    engine, of_engine = run.engine, run.engine.state_dict()
     parts: dict[Any, Stateful] = {
         "rng": _generators(run),
-        _METRICS: _metrics(run),
+        ("metrics", "counts_values"): _metrics(run),
         "stream": _stream(run.data.epoch_iterator),
-        tuple(of_engine): StateFunctions(
-            lambda: of_engine, lambda saved: engine.load_state_dicts(saved.states)
-        ),
+        (): _engine(run.engine),
     }
     if not run.module.automatic_optimization:  # only there are gradients alive at a boundary
         parts["gradients"] = _gradients(run)
@@ -177,6 +173,16 @@ def _stream(epoch_iterator: EpochIterator) -> Stateful:
         epoch_iterator.resume_at(own)
 
     return StateFunctions(epoch_iterator.position, load)
+
+
+def _engine(engine: Engine) -> Stateful:
+    def load(saved: RankStates) -> None:
+        # An empty value, such as DDP's without a communication hook, is no other engine's business.
+        values = [value for state in saved.states for value in state.values()]
+        if any(not isinstance(value, dict) or value for value in values):
+            engine.load_state_dicts(saved.states)
+
+    return StateFunctions(engine.state_dict, load)
 
 
 def _gradients(run: FitRun) -> Stateful:
@@ -667,8 +673,7 @@ def load_run(run: FitRun, path: Path, *, trainer: Any, stays_stopped: bool) -> i
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, run.module, checkpoint)
     run.saving.starts_epoch_again = "epoch_start" not in state  # as in earlier releases
-    of_rank = parts_of_rank(run)
-    restore(of_rank, of_ranks, path, optional=of_rank.keys() - {"rng", _METRICS, "stream"})
+    restore(parts_of_rank(run), of_ranks, path, optional=["gradients"])
     restore(parts_after_hooks(run), state, path, optional=_ADDED_LATER)
     run.stopping.now &= stays_stopped
     run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
@@ -693,7 +698,7 @@ def _load(
 
 
 def _open(path: Path) -> Reader:
-    """Return the reader of a checkpoint that `choose_checkpoint` has verified.
+    """Return the reader of a checkpoint that `CheckpointFolders.choose` has verified.
 
     Raises:
         CheckpointError: A file is missing or has another size, or it is not one of a fit.

@@ -44,6 +44,19 @@ def test_a_missing_state_is_an_error_that_names_it_unless_it_may_be_missing():
     assert taken == [{"x": 3}]  # a key that a later release has added
 
 
+def test_the_part_without_keys_takes_what_no_other_has_and_is_not_asked_for_its_state():
+    taken: list[Any] = []
+
+    def gather() -> Any:
+        raise AssertionError("it is collective")
+
+    parts = {"clock": part(1, taken), (): StateFunctions(gather, taken.append)}
+    restore(parts, {"clock": 1, "graph": 2, "hook": 3})
+    assert taken == [1, {"graph": 2, "hook": 3}]
+    restore(parts, {"clock": 4})
+    assert taken[2:] == [4]
+
+
 def test_what_a_part_refuses_names_the_checkpoint_once():
     def refuse(state: Any) -> None:
         raise CheckpointError("it holds 2 optimizers")

@@ -458,7 +458,10 @@ class Trainer:
                 tells_ctrl_c=self.accelerator.is_local_main_process,
                 budget=self._context.settings.budget,
             ) as watch,
-            self._context.project.alone(self._context.roots) as (lock_added, tell_run_id),
+            self._context.project.alone(lambda: self._context.folders.of_callbacks) as (
+                lock_added,
+                tell_run_id,
+            ),
             self._profiling("fit") as begin_profile,
             self._stage("fit", module, datamodule) as stage,
         ):
@@ -1216,7 +1219,7 @@ class Trainer:
                     ckpt_path,
                 )
             ckpt_path = None
-        return self._context.project.folders.given(ckpt_path)
+        return self._context.folders.given(ckpt_path)
 
     def _begin_counters(self) -> Counters:
         """Return the progress with which a new run begins."""

@@ -27,7 +27,7 @@ from trainer import (
     load_checkpoint_in_model,
 )
 from trainer.checkpoint import storage
-from trainer.checkpoint.resolve import choose_checkpoint
+from trainer.checkpoint.resolve import CheckpointFolders
 from trainer.checkpoint.sharded_state import ShardedTensor
 from trainer.checkpoint.shards import merge_weights
 from trainer.checkpoint.weights import load_weights
@@ -400,10 +400,8 @@ def test_a_run_resumes_from_the_newest_checkpoint_with_all_its_shards(ranks2, ho
             return digest(stream)
 
         with mock.patch.object(storage, "_digest", note):
-            accelerator = Accelerator(cpu=True)
-            chosen = choose_checkpoint(
-                "auto", [newest.parent], [], accelerator.state, on_each_node=False, instead=""
-            )
+            state = Accelerator(cpu=True).state
+            chosen = CheckpointFolders(own=newest.parent, state=state).choose("auto")
         return chosen, hashed
 
     (chosen, first), (other, second) = ranks2(resume)

@@ -115,7 +115,9 @@ def test_scores_that_are_not_finite_are_never_the_best():
     best = ModelCheckpoint(monitor="score", save_top_k=-1)
     trainer = fit(Net(scores), best, max_epochs=4)
     assert on_disk() == [2, 4, 6, 8]
-    assert trainer._context.choose("best") == Path("run/checkpoints/step-00000006").absolute()
+    assert (
+        trainer._context.folders.choose("best") == Path("run/checkpoints/step-00000006").absolute()
+    )
 
 
 def test_the_manifest_of_a_checkpoint():

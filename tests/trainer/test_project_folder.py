@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_set_aside_when_its_step_is_saved_again(run, who
     (step(12) / "notes.txt").write_text("mine")
     before = contents(step(12))
     trainer = make("run")
-    assert trainer._context.choose("auto") == step(8)
+    assert trainer._context.folders.choose("auto") == step(8)
     assert f"{step(12)} is not used" in caplog.text
     fit("run", ckpt_path="auto")
     aside = CHECKPOINTS / "damaged-step-00000012"
@@ -541,7 +541,9 @@ def test_a_later_releases_checkpoint_is_not_gone_back_behind_in_another_folder()
         if later.name > "step-00000004":
             shutil.rmtree(later)
     with pytest.raises(LaterReleaseError, match=r"format version 99.*pass its path"):
-        make("run", ModelCheckpoint(every=4), ModelCheckpoint(**best))._context.choose("auto")
+        make("run", ModelCheckpoint(every=4), ModelCheckpoint(**best))._context.folders.choose(
+            "auto"
+        )
 
 
 @pytest.mark.parametrize("first", ["run", "other"])

@@ -478,7 +478,7 @@ def test_damage_is_detected_and_auto_takes_the_newest_sound_one(sound, caplog, d
         fit("other", ckpt_path=newest)
     assert str(newest / file) in str(caught.value)
     caplog.clear()
-    chosen = make("run", max_epochs=2)._context.choose("auto")
+    chosen = make("run", max_epochs=2)._context.folders.choose("auto")
     assert chosen == Path("run/checkpoints/step-00000008").absolute()
     assert f"{newest} is not used" in caplog.text
     assert file in caplog.text
@@ -590,7 +590,7 @@ def test_a_sound_checkpoint_in_another_folder_is_found_where_one_is_damaged():
     flip(Path("run/checkpoints/step-00000012/model.safetensors"))
     truncate(Path("best/step-00000012/model.safetensors"))
     trainer = make("run", ModelCheckpoint(), ModelCheckpoint(every=4, dirpath="best"))
-    assert trainer._context.choose("auto") == Path("best/step-00000008").absolute()
+    assert trainer._context.folders.choose("auto") == Path("best/step-00000008").absolute()
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])

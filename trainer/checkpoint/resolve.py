@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,16 +60,22 @@ class CheckpointFolders:
     """Where the checkpoints of a Trainer lie, and which of them a ``ckpt_path`` means.
 
     Attributes:
-        own: The folder of the Trainer; its callbacks may have others.
+        own: The folder of the Trainer.
+        of_callbacks: Folders of their own that the callbacks save to.
+        monitors: Metric and mode of each callback that ranks checkpoints.
         lasting: Whether later starts have the same folder, as the user gave its path.
         writes: False for a trial run, which writes no files.
         on_each_node: Whether each machine keeps checkpoints, since they share no disk.
+        state: The ranks.
     """
 
     own: Path
-    lasting: bool
-    writes: bool
-    on_each_node: bool
+    of_callbacks: Sequence[Path] = ()
+    monitors: Sequence[tuple[str, str]] = ()
+    lasting: bool = True
+    writes: bool = True
+    on_each_node: bool = False
+    state: Ranks = field(default_factory=PartialState)
 
     def given(self, ckpt_path: Any) -> Any:
         """Return the user's ``ckpt_path``, with a relative path made absolute; collective.
@@ -92,61 +98,52 @@ class CheckpointFolders:
         if ckpt_path == "":
             raise ValueError(f"ckpt_path is ''; {choices}.")
         # Rank 0's answer: a rank with another working directory may not see the folder.
-        found = self.lasting or broadcast_object(self.own.exists())
-        if ckpt_path in WORDS and not found:
+        may_have_any = self.lasting or broadcast_object(self.own.exists())
+        if ckpt_path in WORDS and not may_have_any:
             raise ValueError(
                 f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but "
                 "without project_dir every start has a new folder. Pass "
                 "Trainer(project_dir='runs/…')."
             )
-        own = None
+        path = None
         if ckpt_path is not None and ckpt_path not in WORDS:
-            own = absolute_path("ckpt_path", ckpt_path)
-            if own.is_symlink():  # which a save may let point to another one meanwhile
-                own = own.resolve()
-        writer_rank = writer_rank_of(PartialState(), self.on_each_node)
-        kept = all_gather_object(own)[writer_rank]  # on all ranks: some may have been given a word
-        if own is None:
+            path = absolute_path("ckpt_path", ckpt_path)
+            if path.is_symlink():  # which a save may let point to another one meanwhile
+                path = path.resolve()
+        writer_rank = writer_rank_of(self.state, self.on_each_node)
+        # On all ranks: some may have been given a word.
+        of_writer = all_gather_object(path)[writer_rank]
+        if path is None:
             return ckpt_path
-        return kept if kept is not None and locate(kept).exists() else own
+        return of_writer if of_writer is not None and locate(of_writer).exists() else path
 
-    def all_roots(self, roots: Sequence[Path]) -> list[Path]:
+    def all_roots(self) -> list[Path]:
         """Return the checkpoint folders of the Trainer and of its callbacks, once each; collective.
 
         Ranks may have different working directories, so the paths of the writer rank are returned.
         Which folders are duplicates is decided by rank 0's paths.
 
-        Args:
-            roots: The folders that the run's callbacks save to.
-
         Raises:
             ValueError: Ranks have different numbers of folders; raised on all ranks.
         """
-        own = [(root, root.resolve()) for root in (self.own, *roots)]
-        every = all_gather_object(own)
-        if len(set(map(len, every))) > 1:
+        roots = [(root, root.resolve()) for root in (self.own, *self.of_callbacks)]
+        by_rank = all_gather_object(roots)
+        if len(set(map(len, by_rank))) > 1:
             raise ValueError(
                 "The processes were given a ModelCheckpoint with dirpath in different numbers: "
-                f"{', '.join(str(len(each) - 1) for each in every)}. Pass the same on all."
+                f"{', '.join(str(len(of_rank) - 1) for of_rank in by_rank)}. Pass the same on all."
             )
-        once = {resolved: index for index, (_, resolved) in reversed(list(enumerate(every[0])))}
-        writer_rank = writer_rank_of(PartialState(), self.on_each_node)
-        return [every[writer_rank][index][0] for index in sorted(once.values())]
+        first_of = {resolved: n for n, (_, resolved) in reversed(list(enumerate(by_rank[0])))}
+        writer_rank = writer_rank_of(self.state, self.on_each_node)
+        return [by_rank[writer_rank][number][0] for number in sorted(first_of.values())]
 
-    def choose(
-        self,
-        ckpt_path: Any,
-        roots: Sequence[Path],
-        monitors: Sequence[tuple[str, str]],
-        *,
-        sweeps: bool = False,
-    ) -> Path | None:
+    def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
         """Resolve ``ckpt_path`` to a checkpoint, the same on all ranks; collective.
+
+        Its files are verified: ranks that share a disk read each file once.
 
         Args:
             ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
-            roots: The folders other than `checkpoints` that the run's callbacks save to.
-            monitors: Metric and mode of each callback that ranks checkpoints.
             sweeps: Whether to delete the staging folders of killed saves. True only for a fit: an
                 evaluation may run at the same time as a training, whose save in progress it must
                 not delete.
@@ -155,105 +152,93 @@ class CheckpointFolders:
             The checkpoint's folder; None if `ckpt_path` is None, or "auto" finds none.
 
         Raises:
-            CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, or a
-                word finds only weights-only checkpoints.
+            CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, a word
+                finds only weights-only checkpoints, or the machines' checkpoints at the path are
+                from different runs; or it is damaged.
             ValueError: ``"best"`` without a metric to rank by.
         """
-        roots = self.all_roots(roots)
+        state, on_each_node, roots = self.state, self.on_each_node, self.all_roots()
         if sweeps and self.writes:
-            state = PartialState()
-            is_writer = is_writer_rank(state, self.on_each_node)
+            is_writer = is_writer_rank(state, on_each_node)
             what = "Deleting the leftovers of killed saves"
             run_on_all_ranks(what, lambda: [sweep(r) for r in roots if is_writer], state)
-        return choose_checkpoint(
-            ckpt_path,
-            roots,
-            monitors,
-            PartialState(),
-            on_each_node=self.on_each_node,
-            instead=_TO_TRAIN if sweeps else _TO_EVALUATE,
+        if ckpt_path is None:
+            return None
+        if ckpt_path == "best" or ckpt_path not in WORDS:
+            best = self._best(roots) if ckpt_path == "best" else None
+            path = _of_one_run(lambda: best or _existing(ckpt_path), state, on_each_node)
+            share = share_of(state, on_each_node)
+            run_on_all_ranks(
+                f"Checking {path}",
+                lambda: None if share is None else verify(path, share=share),
+                state,
+            )
+            return path
+        newest = _newest_in_any(roots, state, on_each_node)
+        if newest is None:
+            advice = _TO_TRAIN if sweeps else _TO_EVALUATE
+            _check_not_weights_only(roots, state, advice, on_each_node=on_each_node)
+            if ckpt_path == "last":
+                raise CheckpointError(
+                    f"ckpt_path='last', but there is no checkpoint in {_all(roots)}."
+                )
+        return newest
+
+    def _best(self, roots: Sequence[Path]) -> Path:
+        if not self.monitors:
+            raise ValueError(
+                "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
+            )
+        monitor, mode = self.monitors[0]
+        is_writer = is_writer_rank(self.state, self.on_each_node)
+        of_ranks = run_on_all_ranks(
+            "Choosing the best checkpoint",
+            lambda: [_scores_in(root, monitor) for root in roots] if is_writer else None,
+            self.state,
         )
+        of_machines = [scores_by_root for scores_by_root in of_ranks if scores_by_root is not None]
+        scores: dict[Path, float] = {
+            root / name: value
+            for root, first, *others in zip(roots, *of_machines, strict=True)
+            for name, value in first.items()
+            if all(name in other for other in others)
+        }
+        if not scores:
+            raise CheckpointError(
+                f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
+            )
+        by_age = sorted(scores, key=lambda path: step_of(path) or 0)  # of equal ones, the oldest
+        sign = 1 if mode == "min" else -1
+        return min(by_age, key=lambda path: sign * scores[path])
 
-    def check_fresh(self, roots: Sequence[Path]) -> None:
+    def check_fresh(self) -> None:
         """Raise if a new run would start in a folder with another run's checkpoints; collective.
-
-        Args:
-            roots: The folders that the run's callbacks save to.
 
         Raises:
             ValueError: A folder has checkpoints.
         """
-        looks = is_writer_rank(PartialState(), self.on_each_node)
-        here = [root for root in self.all_roots(roots) if looks and committed(root)]
-        taken = [root for found in all_gather_object(here) for root in found]
+        looks = is_writer_rank(self.state, self.on_each_node)
+        here = [root for root in self.all_roots() if looks and committed(root)]
+        taken = [root for of_rank in all_gather_object(here) for root in of_rank]
         if taken and self.writes:
             raise ValueError(
                 f"{taken[0]} has the checkpoints of another run. To resume it, pass "
                 "fit(ckpt_path='auto'); to start a new one, give another project_dir."
             )
 
-    def check_branch(self, chosen: Path, roots: Sequence[Path]) -> None:
+    def check_branch(self, chosen: Path) -> None:
         """Raise if the folders hold checkpoints of another run than the chosen one; collective.
 
         Args:
             chosen: The checkpoint to resume from.
-            roots: The folders that the run's callbacks save to.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
             ValueError: There are checkpoints of another run.
         """
-        state, roots = PartialState(), [self.own, *roots]
-        here = self.writes and is_writer_rank(state, self.on_each_node)
-        raise_on_all_ranks(lambda: check_same_run(chosen, roots), state, here=here)
-
-
-def choose_checkpoint(
-    ckpt_path: str | os.PathLike[str] | None,
-    roots: Sequence[Path],
-    monitors: Sequence[tuple[str, str]],
-    state: Ranks,
-    *,
-    on_each_node: bool,
-    instead: str,
-) -> Path | None:
-    """Resolve the ``ckpt_path`` of a Trainer to a checkpoint, the same on all ranks; collective.
-
-    Its files are verified: ranks that share a disk read each file once.
-
-    Args:
-        ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
-        roots: The folders to search; the same on all ranks unless `on_each_node`.
-        monitors: Metric and mode of each callback that ranks checkpoints.
-        state: The ranks.
-        on_each_node: Whether each machine has its own checkpoints, since they share no disk.
-        instead: The advice of the error if there are only weights-only checkpoints.
-
-    Returns:
-        The checkpoint's folder; None if `ckpt_path` is None, or "auto" finds none.
-
-    Raises:
-        CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, a word
-            finds only weights-only checkpoints, or the machines' checkpoints at the path are from
-            different runs; or it is damaged.
-        ValueError: ``"best"`` without a metric to rank by.
-    """
-    if ckpt_path is None:
-        return None
-    if ckpt_path == "best" or ckpt_path not in WORDS:
-        best = _best(roots, monitors, state, on_each_node) if ckpt_path == "best" else None
-        path = _of_one_run(lambda: best or _existing(ckpt_path), state, on_each_node)
-        share = share_of(state, on_each_node)
-        run_on_all_ranks(
-            f"Checking {path}", lambda: None if share is None else verify(path, share=share), state
-        )
-        return path
-    newest = _newest_in_any(roots, state, on_each_node)
-    if newest is None:
-        _check_not_weights_only(roots, state, instead=instead, on_each_node=on_each_node)
-        if ckpt_path == "last":
-            raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
-    return newest
+        roots = [self.own, *self.of_callbacks]
+        looks = self.writes and is_writer_rank(self.state, self.on_each_node)
+        raise_on_all_ranks(lambda: check_same_run(chosen, roots), self.state, here=looks)
 
 
 def may_rewind(ckpt_path: Any) -> bool:
@@ -355,7 +340,7 @@ def holds_weights_only(path: Path) -> bool:
 
 
 def _check_not_weights_only(
-    roots: Iterable[Path], state: Ranks, *, instead: str, on_each_node: bool
+    roots: Iterable[Path], state: Ranks, advice: str, *, on_each_node: bool
 ) -> None:
     """Raise if the only checkpoints hold weights alone; call it if no full one exists."""
 
@@ -368,7 +353,7 @@ def _check_not_weights_only(
     if weights_only := [path for paths in lists for path in paths]:
         raise CheckpointError(
             f"{weights_only[-1]} holds only weights (save_weights_only=True), as do all others "
-            f"there; no run can be resumed from them. {instead}"
+            f"there; no run can be resumed from them. {advice}"
         )
 
 
@@ -442,36 +427,6 @@ def _newest_in_any(roots: Sequence[Path], state: Ranks, on_each_node: bool) -> P
     for reason in refused:
         logger.warning("%s A checkpoint of another folder is used.", reason)
     return max(paths, key=lambda path: step_of(path) or 0, default=None)
-
-
-def _best(
-    roots: Sequence[Path], monitors: Sequence[tuple[str, str]], state: Ranks, on_each_node: bool
-) -> Path:
-    if not monitors:
-        raise ValueError(
-            "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
-        )
-    monitor, mode = monitors[0]
-    is_writer = is_writer_rank(state, on_each_node)
-    listings = run_on_all_ranks(
-        "Choosing the best checkpoint",
-        lambda: [_scores_in(root, monitor) for root in roots] if is_writer else None,
-        state,
-    )
-    machines = [listing for listing in listings if listing is not None]
-    scores: dict[Path, float] = {
-        root / name: value
-        for root, first, *others in zip(roots, *machines, strict=True)
-        for name, value in first.items()
-        if all(name in other for other in others)
-    }
-    if not scores:
-        raise CheckpointError(
-            f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
-        )
-    by_age = sorted(scores, key=lambda path: step_of(path) or 0)  # of equal ones, the oldest
-    sign = 1 if mode == "min" else -1
-    return min(by_age, key=lambda path: sign * scores[path])
 
 
 def _scores_in(root: Path, monitor: str) -> dict[str, float]:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from callbacks import Callback, ModelCheckpoint
 from trackers.base import Status
 from trainer.accelerator import Accelerator
+from trainer.checkpoint.resolve import CheckpointFolders
 from trainer.checks import raise_findings
 from trainer.datamodule import DataModule
 from trainer.distributed.process_control import on_all
@@ -90,19 +90,14 @@ class RunContext:
             return Length(max_steps=self.trial_steps)
         return self.settings.length
 
-    def roots(self) -> list[Path]:
-        """Return the folders of `ModelCheckpoint` callbacks that have their own `dirpath`."""
-        savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
-        return [one.root for one in savers if one.root is not None]
-
-    def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
-        """Resolve ``ckpt_path`` to a checkpoint; see `CheckpointFolders.choose`; collective."""
-        monitors = [
-            (callback.monitor, callback.mode)
-            for callback in self.callbacks
-            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
-        ]
-        return self.project.folders.choose(ckpt_path, self.roots(), monitors, sweeps=sweeps)
+    @property
+    def folders(self) -> CheckpointFolders:
+        """Where the checkpoints lie: the project's folder and those of the present callbacks."""
+        savers = [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+        return self.project.folders_with(
+            [saver.root for saver in savers if saver.root is not None],
+            [(saver.monitor, saver.mode) for saver in savers if saver.monitor is not None],
+        )
 
 
 @dataclass(frozen=True)

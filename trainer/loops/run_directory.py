@@ -127,11 +127,14 @@ class Project:
         self.run_metadata = folder / "run.json"
         self.logs = folder / "logs"
 
-    @property
-    def folders(self) -> CheckpointFolders:
-        """Where the checkpoints lie, to choose one."""
+    def folders_with(
+        self, of_callbacks: Sequence[Path], monitors: Sequence[tuple[str, str]]
+    ) -> CheckpointFolders:
+        """Return where the checkpoints lie, to choose one; see `CheckpointFolders`."""
         return CheckpointFolders(
             own=self.checkpoints,
+            of_callbacks=of_callbacks,
+            monitors=monitors,
             lasting=self._fixed,
             writes=self._writes,
             on_each_node=self.on_each_node,
@@ -201,7 +204,7 @@ class Project:
             lock()
             yield lock, warn_all
 
-    def leave_branch(self, chosen: Path, roots: Sequence[Path], offset: int | None) -> bool:
+    def leave_branch(self, chosen: Path, folders: CheckpointFolders, offset: int | None) -> bool:
         """Quarantine the checkpoints later than the chosen one, and copy the record; collective.
 
         The run continues from an earlier checkpoint, so the later ones belong to a branch that is
@@ -209,7 +212,7 @@ class Project:
 
         Args:
             chosen: The checkpoint to resume from.
-            roots: The folders that the run's callbacks save to.
+            folders: Where the run's checkpoints lie.
             offset: The length in bytes to which the record will be truncated; None if unknown.
 
         Returns:
@@ -218,7 +221,7 @@ class Project:
         Raises:
             CheckpointError: A file could not be copied or renamed.
         """
-        state, roots = PartialState(), self.folders.all_roots(roots)
+        state, roots = PartialState(), folders.all_roots()
 
         def leave() -> bool:
             if not self._writes or not is_writer_rank(state, self.on_each_node):

@@ -100,17 +100,17 @@ def choose_start(
         CheckpointError: The requested checkpoint is missing or damaged, or does not match the
             module.
     """
-    engine, folders = context.accelerator.engine, context.project.folders
+    engine, folders = context.accelerator.engine, context.folders
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
     if engine.parallel.mesh is not None or engine.full_state_on_rank0:
         check_shared_disk(context.project.on_each_node)
     check_callbacks_of(engine, context.callbacks)
     on_all(lambda: to_manifest(stage.module), "fit")  # else it fails at the first save
     if ckpt_path is None:
-        folders.check_fresh(context.roots())
-    chosen = context.choose(ckpt_path, sweeps=True)
+        folders.check_fresh()
+    chosen = folders.choose(ckpt_path, sweeps=True)
     if chosen is not None and ckpt_path not in WORDS and holds_weights_only(chosen):
-        folders.check_fresh(context.roots())
+        folders.check_fresh()
         context.accelerator.print(f"Starting a new run with the weights of {chosen}.")
         if engine.is_model_parallel:
             return None, chosen
@@ -118,7 +118,7 @@ def choose_start(
         return None, None
     if chosen is not None:
         if may_rewind(ckpt_path):
-            folders.check_branch(chosen, context.roots())
+            folders.check_branch(chosen)
         load_datamodule(stage.datamodule, chosen)
     return chosen, None
 
@@ -320,7 +320,7 @@ def start_fit(
         offset = _resume(context, run, chosen, back=may_rewind(ckpt_path))
     else:
         if ckpt_path == "auto":  # so that the user notices a wrong folder
-            empty = ", ".join(map(str, context.project.folders.all_roots(context.roots())))
+            empty = ", ".join(map(str, context.folders.all_roots()))
             context.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
         if run.warns and not lasts:
             context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
@@ -395,7 +395,7 @@ def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> in
     load = partial(load_run, run, chosen, trainer=context.trainer, stays_stopped=not back)
     offset = on_all(load, "fit")
     # Only after loading has succeeded: the checkpoint may not match the run.
-    if back and context.project.leave_branch(chosen, context.roots(), offset):
+    if back and context.project.leave_branch(chosen, context.folders, offset):
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
     epoch, step = run.counters.epoch + 1, run.counters.global_step
     why = ""
@@ -428,7 +428,7 @@ def prepare_evaluation(
             module.
     """
     name, module, datamodule = stage.name, stage.module, stage.datamodule
-    chosen = context.choose(ckpt_path)
+    chosen = context.folders.choose(ckpt_path)
     if chosen is not None:
         load_datamodule(datamodule, chosen)
     loaders = on_all(lambda: loaders_for(name, dataloaders, module, datamodule), name)

@@ -129,7 +129,9 @@ class Tuner:
             )
         test = RangeTest(sweep)
         trainer = self.trainer
-        weights = trainer._context.choose(trainer._given_checkpoint(ckpt_path, ("last", "best")))
+        weights = trainer._context.folders.choose(
+            trainer._given_checkpoint(ckpt_path, ("last", "best"))
+        )
         with isolate(module):
             settings = {"log_every": 1, "limit_val_batches": 0}
             trial = make_trial(trainer, test, sweep.num_training, alone=False, **settings)

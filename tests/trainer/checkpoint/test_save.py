@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from trainer.checkpoint import storage as layout_module
-from trainer.checkpoint.resolve import choose_checkpoint, newest_sound
+from trainer.checkpoint.resolve import CheckpointFolders, newest_sound
 from trainer.checkpoint.save import SaveRequest, save_checkpoint
 from trainer.checkpoint.storage import MANIFEST, committed, rank_stem, read_manifest, remove, verify
 from trainer.errors import CheckpointError
@@ -231,10 +231,10 @@ def newest(state, root="checkpoints"):
 
 def second(state, word=None, root="checkpoints"):
     """The checkpoint of step 2, asked for by its path or as the best."""
-    path, monitors = Path(root, "step-00000002"), [("loss", "min")]
-    return choose_checkpoint(
-        word or path, [path.parent], monitors, state, on_each_node=True, instead="Nothing."
+    folders = CheckpointFolders(
+        own=Path(root), monitors=[("loss", "min")], on_each_node=True, state=state
     )
+    return folders.choose(word or Path(root, "step-00000002"))
 
 
 def chosen(lost=(), run_ids=("a", "a"), choose=newest):

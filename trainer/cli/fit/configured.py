@@ -213,8 +213,8 @@ class ConfiguredLine:
             CommandError: A value of the checkpoint, which may be anybody's, names a class or a
                 function to the parser.
         """
-        context = trainer._context
-        chosen = context.choose(context.project.folders.given(config.ckpt_path))
+        folders = trainer._context.folders
+        chosen = folders.choose(folders.given(config.ckpt_path))
         if chosen is None or not config.model:
             return self._parsed()
         saved = saved_arguments(read_manifest(chosen).get("hyper_parameters", {}), chosen)

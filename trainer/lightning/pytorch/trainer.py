@@ -645,7 +645,7 @@ class Trainer(NativeTrainer):
             return given
         if self._checkpoints is not None:
             return given  # `choose_folders` finds the newest one
-        folders = self._context.project.folders.all_roots(self._context.roots())
+        folders = self._context.folders.all_roots()
         folder = self.project_dir.parent
         versions = folder.glob("version_*/checkpoints")
         earlier = sorted(versions, key=lambda each: (len(each.parts[-2]), each.parts[-2]))

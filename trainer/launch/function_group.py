@@ -11,23 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer import environment
-from trainer.launch import remote_call
+from trainer.launch import LaunchError, remote_call
 from trainer.launch.failure import failures_of, report
-from trainer.launch.group import Group, quiet_agent, worker_spec
-from trainer.launch.rendezvous import BACKEND, private_variables
-from trainer.torch_compat import ElasticAgent
+from trainer.launch.group import AnotherFailed, Group, run_agent
+from trainer.launch.rendezvous import BACKEND
 
 _ROLE = "notebook"
 _TO_MEET = 900  # seconds that machines wait for each other, as in torch's launcher
-
-
-class _Agent(ElasticAgent, LocalElasticAgent):
-    """Torch's agent, which gives the processes time to save after Ctrl-C."""
 
 
 class RankFailed(ChildFailedError):
@@ -75,8 +69,6 @@ def start(
     function: Callable[..., Any],
     args: Sequence[Any],
     config: dict[str, Any],
-    *,
-    prefix: str | None = None,
     **variables: object,
 ) -> Any:
     """Run the call on all ranks; return rank 0's value.
@@ -85,8 +77,11 @@ def start(
         function: The function.
         args: Its arguments.
         config: Arguments of a `Group`.
-        prefix: What each line of the processes' output begins with.
         **variables: Environment variables of the processes.
+
+    Raises:
+        RankFailed: A process of this machine failed.
+        LaunchError: Only the processes of another machine failed.
     """
     with tempfile.TemporaryDirectory(prefix="cadence-launch-") as name:
         folder = Path(name)
@@ -96,29 +91,16 @@ def start(
             variables["OMP_NUM_THREADS"] = environment.share_of_cores(group.processes)
         # The notebook handles signals: Ctrl-C raises KeyboardInterrupt, which ends the ranks.
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
-        if group.machines[1] > 1:
-            # The store of the first machine still has the addresses of processes that are gone.
-            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        else:
-            variables |= private_variables(name)
-        with environment.patch_environment(**variables), quiet_agent():
+        with group.environment(name, **variables):
             # What was printed before the launch precedes the processes' output.
             sys.stdout.flush()
             sys.stderr.flush()
-            spec = worker_spec(group, _ROLE)
-            agent = _Agent(
-                spec,
-                logs_specs=DefaultLogsSpecs(log_dir=name),
-                log_line_prefix_template=prefix,
-                shutdown_timeout=group.shutdown_timeout,
-                signals=(),
-            )
             try:
-                result = agent.run()
+                result = run_agent(group, DefaultLogsSpecs(log_dir=name), signals=(), role=_ROLE)
             except KeyboardInterrupt:  # without torch's frames
                 raise KeyboardInterrupt("The processes have been ended.") from None
-            finally:
-                spec.rdzv_handler.shutdown()
+            except AnotherFailed as error:
+                raise LaunchError(str(error)) from error
             if result.is_failed():
                 text, _ = report(failures_of(result.failures), group.monitor_interval)
                 raise RankFailed(text, result.failures)

@@ -89,6 +89,7 @@ class Group:
         log_dir: The folder for the output of the processes; None for no files.
         tee: Which output also goes to the terminal, as in torch: ``"1"`` stdout, ``"2"`` stderr,
             ``"3"`` both.
+        prefix: What each line of the processes' output begins with.
     """
 
     command: Sequence[str]
@@ -103,6 +104,23 @@ class Group:
     shutdown_timeout: int = SHUTDOWN_TIMEOUT
     log_dir: str | None = None
     tee: str = "0"
+    prefix: str | None = None
+
+    @contextmanager
+    def environment(self, folder: str, **variables: object) -> Iterator[None]:
+        """Inside, the environment is that of the processes, and torch's launcher does not log.
+
+        Args:
+            folder: The launcher's private folder.
+            **variables: More variables.
+        """
+        if self.machines[1] > 1:
+            # The store of machine 0's agent still has the addresses of processes that are gone.
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        else:
+            variables |= private_variables(folder)
+        with patch_environment(**variables), _quiet_agent():
+            yield
 
 
 class AnotherFailed(Exception):
@@ -300,7 +318,7 @@ class _Logs(DefaultLogsSpecs):
 
 
 @contextmanager
-def quiet_agent() -> Iterator[None]:
+def _quiet_agent() -> Iterator[None]:
     """Inside, torch's launcher does not log: it raises the failure, which is reported once."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [each.propagate for each in loggers]
@@ -335,21 +353,16 @@ def run_group(group: Group) -> int:
             LAUNCHER: str(os.getpid()),
             PATIENCE: str(group.shutdown_timeout),
         }
-        if group.machines[1] > 1:
-            # The store of machine 0's agent still has the addresses of processes that are gone.
-            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        else:
-            variables |= private_variables(folder)
         numbers = [signal.Signals[name] for name in names]
         before = {number: signal.getsignal(number) for number in numbers}
-        with patch_environment(**variables), quiet_agent():
+        with group.environment(folder, **variables):
             logs = _Logs(
                 log_dir=group.log_dir or folder,
                 redirects=Std.ALL if group.log_dir and group.tee == "0" else Std.NONE,
                 tee=Std.from_str(group.tee),
             )
             try:
-                result = _run(group, logs, names)
+                result = run_agent(group, logs, signals=names)
             except SignalException as end:
                 failed = logs.failures()
                 return _report_failures(failed, group) if failed else 128 + end.sigval
@@ -395,7 +408,7 @@ def _is_deaf_to(name: str) -> bool:
     return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def worker_spec(group: Group, role: str = "default") -> WorkerSpec:
+def _worker_spec(group: Group, role: str) -> WorkerSpec:
     """Return what torch's agent is told: where the machines meet, and what it starts."""
     host, _, port = group.endpoint.rpartition(":")
     own = reachable_from(host)  # others may not resolve this one's host name
@@ -425,19 +438,32 @@ def worker_spec(group: Group, role: str = "default") -> WorkerSpec:
     )
 
 
-def _run(group: Group, logs: _Logs, signals: Sequence[str]) -> RunResult:
-    spec = worker_spec(group)
+def run_agent(
+    group: Group, logs: DefaultLogsSpecs, *, signals: Sequence[str], role: str = DEFAULT_ROLE
+) -> RunResult:
+    """Start the processes of this machine and watch them until they have ended.
+
+    Args:
+        group: The settings.
+        logs: Where their output goes.
+        signals: The names of the signals that end them.
+        role: Torch's name for the group.
+
+    Raises:
+        AnotherFailed: Only the processes of another machine have failed.
+    """
+    spec = _worker_spec(group, role)
     agent = _Agent(
         spec,
         logs_specs=logs,
-        log_line_prefix_template="[rank ${rank}] " if group.tee != "0" else None,
+        log_line_prefix_template=group.prefix,
         shutdown_timeout=group.shutdown_timeout,
         signals=signals,
     )
     least, most = group.machines
     if most > 1:
         number = most if least == most else f"{least} to {most}"
-        agent.waits_for = f"trainer launch: still waiting for {number} machines. {_where(group)}"
+        agent.waits_for = f"The launcher is still waiting for {number} machines. {_where(group)}"
         agent.peers = PeerLaunchers(lambda: agent._store, all_needed=least == most)
     try:
         result = agent.run()

@@ -75,6 +75,7 @@ def notebook_launcher(
         ValueError: An argument is invalid, the port is taken, or the function uses something that
             cannot be sent to another process, such as an `Accelerator` created outside of it.
         RankFailed: A process failed; the message ends with the traceback of the first one.
+        LaunchError: Only processes of another machine failed.
         ImportError: cloudpickle is not installed.
     """
     if num_processes is None:
@@ -99,9 +100,9 @@ def notebook_launcher(
         "job": rdzv_id,
         "max_restarts": max_restarts,
         "monitor_interval": monitor_interval,
+        "prefix": log_line_prefix_template,
     }
-    prefix = log_line_prefix_template
-    return start(function, args, config, prefix=prefix, ACCELERATE_MIXED_PRECISION=precision)
+    return start(function, args, config, ACCELERATE_MIXED_PRECISION=precision)
 
 
 def debug_launcher(

@@ -375,6 +375,7 @@ def _start_group(
             shutdown_timeout=arguments.shutdown_timeout or SHUTDOWN_TIMEOUT,
             log_dir=arguments.log_dir,
             tee=arguments.tee or "0",
+            prefix="[rank ${rank}] " if arguments.tee not in (None, "0") else None,
             **meeting,
         )
     )

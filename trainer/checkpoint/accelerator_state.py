@@ -597,7 +597,6 @@ def load_state(
     project: ProjectConfiguration | None = None,
     *,
     map_location: str | None = None,
-    strict: bool = True,
     hooks: Iterable[LoadHook] = (),
     **load_model_func_kwargs: Any,
 ) -> int:
@@ -620,11 +619,10 @@ def load_state(
         project: The project whose checkpoints these are; None for the defaults.
         map_location: None, ``"cpu"`` or ``"on_device"``. All have the same effect: state is moved
             to the device of its parameters.
-        strict: False allows names of weights to differ, and the scaler's and RNG states to be
-            missing.
         hooks: Called on every rank with the models and the folder. Models that a hook removes from
             its list are not loaded.
-        **load_model_func_kwargs: Arguments of the models' ``load_state_dict``.
+        **load_model_func_kwargs: Arguments of the models' ``load_state_dict``. ``strict=False``
+            allows names of weights to differ, and the scaler's and RNG states to be missing.
 
     Returns:
         The `Accelerator`'s count of micro-batches.
@@ -640,62 +638,65 @@ def load_state(
         raise TypeError(
             f"map_location is {map_location!r}; it must be one of None, 'cpu' and 'on_device'."
         )
-    on_each_node = project.save_on_each_node
-    main = is_writer_rank(processes, on_each_node)
-    what = f"Loading {target}"
-    called, models = list(hooks), list(prepared.models)
-
-    def step(name: str, work: Callable[[], T], what: str = what) -> list[T]:
-        return run_on_all_ranks(what, work, processes, operation=f"load_state ({name})")
-
-    raise_on_all_ranks(
-        lambda: _check_folder(target), processes, here=main, operation="load_state (arguments)"
-    )
-    writer_rank = writer_rank_of(processes, on_each_node, operation="load_state (machines)")
-    absolute = Path(step("folder", lambda: os.path.abspath(target) if main else "")[writer_rank])
-    share = share_of(processes, on_each_node)
-    examined = step("files", lambda: share and find_state(absolute, share=share))[writer_rank]
-    assert examined is not None  # it is the writer rank's
-    path, manifest = examined
-    for number in range(max(step("hooks", lambda: len(called)))):
-        step(
+    what, rank = f"Loading {target}", processes.process_index
+    is_writer = is_writer_rank(processes, project.save_on_each_node)
+    path, manifest = _examine_on_all(target, processes, project.save_on_each_node)
+    models, model_kwargs = list(prepared.models), {"strict": True, **load_model_func_kwargs}
+    hooks = list(hooks)
+    for number in range(max(_step(what, "hooks", lambda: len(hooks), processes))):
+        _step(
+            what,
             f"hook {number + 1}",  # hooks may be registered on some processes only
-            lambda: _call_load_hook(called[number : number + 1], models, path),  # noqa: B023 - called at once
+            lambda: _call_load_hook(hooks[number : number + 1], models, path),  # noqa: B023 - called at once
+            processes,
         )
-    read: list[Stored] = []
 
-    def read_and_check() -> None:
-        rank = processes.process_index
+    def read_and_check() -> Stored:
         if manifest is None:
             fields = accelerate_format.read(path, rank, processes.local_process_index)
             stored = Stored(path=path, **fields)
         else:
-            reader = Reader(path, manifest)
-            stored = _read(reader, rank, processes.num_processes, prepared)
-        notes = _check(stored, models, prepared, strict=strict, model_kwargs=load_model_func_kwargs)
-        for note in notes if main else ():
+            stored = _read(Reader(path, manifest), rank, processes.num_processes, prepared)
+        notes = _check(stored, models, prepared, model_kwargs)
+        for note in notes if is_writer else ():
             logger.warning("Loading %s: %s", path, note)
-        read.append(stored)
+        return stored
 
-    step("read", read_and_check)
-    (stored,) = read
-    step(
-        "load",
-        lambda: _apply(
-            stored,
-            models,
-            prepared,
-            rank=processes.process_index,
-            strict=strict,
-            model_kwargs=load_model_func_kwargs,
-        ),
+    read: list[Stored] = []  # a result of `_step` would be sent to the other processes
+    _step(what, "read", lambda: read.append(read_and_check()), processes)
+    _step(
         f"{what}, which is partly done,",
+        "load",
+        lambda: _apply(read[0], models, prepared, rank, model_kwargs),
+        processes,
     )
-    if main:
+    if is_writer:
         logger.info("The state of %s was loaded.", path)
     if following is not None:
         project.iteration = following
     return prepared.step
+
+
+def _step(what: str, name: str, work: Callable[[], T], processes: Ranks) -> list[T]:
+    return run_on_all_ranks(what, work, processes, operation=f"load_state ({name})")
+
+
+def _examine_on_all(
+    target: Path, processes: Ranks, on_each_node: bool
+) -> tuple[Path, dict[str, Any] | None]:
+    """Return what `find_state` returns on the writer rank, once all have checked it; collective."""
+    is_writer = is_writer_rank(processes, on_each_node)
+    raise_on_all_ranks(
+        lambda: _check_folder(target), processes, here=is_writer, operation="load_state (arguments)"
+    )
+    writer_rank = writer_rank_of(processes, on_each_node, operation="load_state (machines)")
+    what = f"Loading {target}"
+    paths = _step(what, "folder", lambda: os.path.abspath(target) if is_writer else "", processes)
+    path, share = Path(paths[writer_rank]), share_of(processes, on_each_node)
+    examined = _step(what, "files", lambda: share and find_state(path, share=share), processes)
+    of_writer = examined[writer_rank]
+    assert of_writer is not None
+    return of_writer
 
 
 def _call_load_hook(hooks: Sequence[LoadHook], models: list[nn.Module], path: Path) -> None:
@@ -757,65 +758,110 @@ def _ranks_in(reader: Reader) -> list[int]:
     return ranks
 
 
-def _read(reader: Reader, rank: int, processes: int, prepared: PreparedObjects) -> Stored:
-    saved_by, manifest = reader.manifest["world_size"], reader.manifest
-    later = prepared.mesh is not None  # each process needs a share of what whole files hold
-    here = _ranks_in(reader)
-    local = reader.tree(_rank_stem(rank)) if rank in here and saved_by == processes else {}
-    # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
-    needs_all = (prepared.mesh is not None and local.get("gradients")) or local.get("engine")
-    wanted = [rank] if local and not needs_all else here
-    ranks = {number: reader.tree(_rank_stem(number)) for number in wanted}
-    first = ranks.get(rank) or ranks[min(ranks)]
+class _SavedProcesses:
+    """The states of the processes that saved, as far as this one needs them.
 
-    def of_all(how: str, what: str) -> list[dict[str, Any]]:
+    Args:
+        reader: Reads the checkpoint.
+        rank: The rank of this process.
+        world_size: The number of processes that load.
+        prepared: The objects to load into.
+
+    Attributes:
+        states: The states that were read, by rank.
+        first: This rank's state, else the first one.
+        is_own: Whether `first` is of this very process: as many have saved.
+    """
+
+    def __init__(
+        self, reader: Reader, rank: int, world_size: int, prepared: PreparedObjects
+    ) -> None:
+        self._reader, self._rank, self._world_size = reader, rank, world_size
+        self._prepared = prepared
+        self._saved_by = reader.manifest["world_size"]
+        self._as_many = self._saved_by == world_size
+        numbers = _ranks_in(reader)
+        own = reader.tree(_rank_stem(rank)) if rank in numbers and self._as_many else {}
+        # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
+        sharded = prepared.mesh is not None
+        needs_all = (sharded and own.get("gradients")) or own.get("engine")
+        wanted = [rank] if own and not needs_all else numbers
+        self.states = {number: reader.tree(_rank_stem(number)) for number in wanted}
+        self.first = self.states.get(rank) or self.states[min(self.states)]
+        self.is_own = bool(own)
+
+    def _of_all(self, how: str, what: str) -> list[dict[str, Any]]:
         # The others are on another machine's disk, unless the main process has saved alone.
-        if len(ranks) < saved_by and not manifest.get("main_process_alone"):
+        missing = len(self.states) < self._saved_by
+        if missing and not self._reader.manifest.get("main_process_alone"):
             raise CheckpointError(
-                f"{reader.path} was saved {how} by {saved_by} processes, and {what} is here of "
-                f"{len(ranks)} alone. Load it with {saved_by} processes."
+                f"{self._reader.path} was saved {how} by {self._saved_by} processes, and {what} is "
+                f"here of {len(self.states)} alone. Load it with {self._saved_by} processes."
             )
-        return list(ranks.values())
+        return list(self.states.values())
 
-    # Earlier releases saved neither gradients nor states of communication hooks.
-    own_gradients, communication = first.get("gradients"), first.get("communication", [])
-    if own_gradients is not None and saved_by == processes and prepared.mesh is None:
-        own_gradients = gradients.for_rank([own_gradients], 0, 1)
-    elif own_gradients is not None:
-        every = [r["gradients"] or {} for r in of_all("before an update", "the gradients")]
-        own_gradients = gradients.for_rank(every, rank, 0)  # the mean
-        if saved_by == processes:  # what is not sharded here is each rank's own
-            sharded = {n for n, p in prepared.named_parameters().items() if is_sharded(p)}
-            mine = gradients.for_rank(every, rank, processes)
-            own_gradients |= {n: g for n, g in mine.items() if n not in sharded}
-    if f"{_GRADIENTS}.json" in reader.files:
-        own_gradients = {**(own_gradients or {}), **reader.tree(_GRADIENTS)}
-    if prepared.communication and communication and saved_by != processes:
-        every = of_all("with a communication hook", "its state")
-        by_hook = zip(*(state["communication"] for state in every), strict=True)
-        communication = [for_processes(states, rank, processes) for states in by_hook]
+    def gradients(self) -> dict[str, Any] | None:
+        """Return the gradients that this process restores."""
+        saved = self.first.get("gradients")  # earlier releases saved none
+        if saved is not None and self._as_many and self._prepared.mesh is None:
+            saved = gradients.for_rank([saved], 0, 1)
+        elif saved is not None:
+            of_ranks = self._of_all("before an update", "the gradients")
+            by_rank = [state["gradients"] or {} for state in of_ranks]
+            saved = gradients.for_rank(by_rank, self._rank, 0)  # the mean
+            if self._as_many:  # what is not sharded here is each rank's own
+                named = self._prepared.named_parameters()
+                sharded = {name for name, parameter in named.items() if is_sharded(parameter)}
+                own = gradients.for_rank(by_rank, self._rank, self._world_size)
+                saved |= {name: value for name, value in own.items() if name not in sharded}
+        if f"{_GRADIENTS}.json" in self._reader.files:
+            saved = {**(saved or {}), **self._reader.tree(_GRADIENTS)}
+        return saved
+
+    def communication(self) -> list[Any]:
+        """Return the states of this process's communication hooks."""
+        saved: list[Any] = self.first.get("communication", [])  # earlier releases saved none
+        if not self._prepared.communication or not saved or self._as_many:
+            return saved if self._prepared.communication else []
+        of_ranks = self._of_all("with a communication hook", "its state")
+        by_hook = zip(*(state["communication"] for state in of_ranks), strict=True)
+        return [for_processes(states, self._rank, self._world_size) for states in by_hook]
+
+    def loaders(self) -> dict[int, Any]:
+        """Return the states of loaders of streams that were split by process, by number."""
+        loaders = {}
+        for number, state in self.first.get("loaders", {}).items():
+            if not self.is_own and state["batches"]:
+                raise CheckpointError(
+                    f"{self._reader.path} was saved inside a pass of a stream that was split over "
+                    f"{self._saved_by} processes. Load it with {self._saved_by} processes, or save "
+                    "at the end of a pass."
+                )
+            loaders[int(number)] = {"state": state if self.is_own else {**state, "stream": None}}
+        return loaders
+
+
+def _read(reader: Reader, rank: int, world_size: int, prepared: PreparedObjects) -> Stored:
+    saved, manifest = _SavedProcesses(reader, rank, world_size, prepared), reader.manifest
+    later = prepared.mesh is not None  # each process needs a share of what whole files hold
+    first = saved.first
+    own = {
+        "step": first["step"],
+        "gradients": saved.gradients(),
+        "window_open": first.get("window_open", True),
+        "communication": saved.communication(),
+    }
+    if rank in saved.states:
+        own["rng"] = saved.states[rank]["rng"]
+    if "engine" in first:
+        own["engine"] = [state.get("engine", {}) for state in saved.states.values()]
     stems = [stem for kind in _STEMS for stem in map(_STEMS[kind], range(manifest[kind]))]
     trees = {
         stem: reader.tree(stem, later=later and stem.startswith("optimizer"))
         for stem in (*stems, *(["scaler"] if manifest["scaler"] else []), _LOADERS)
     }
-    for number, state in first.get("loaders", {}).items():  # of streams that were split by process
-        if not local and state["batches"]:
-            raise CheckpointError(
-                f"{reader.path} was saved inside a pass of a stream that was split over {saved_by} "
-                f"processes. Load it with {saved_by} processes, or save at the end of a pass."
-            )
-        trees[_LOADERS][int(number)] = {"state": state if local else {**state, "stream": None}}
-    own = {
-        "step": first["step"],
-        "gradients": own_gradients,
-        "window_open": first.get("window_open", True),
-        "communication": communication if prepared.communication else [],
-    }
-    if rank in ranks:
-        own["rng"] = ranks[rank]["rng"]
-    if "engine" in first:
-        own["engine"] = [state.get("engine", {}) for state in ranks.values()]
+    for number, state in saved.loaders().items():
+        trees[_LOADERS][number] = state
     return Stored(
         path=reader.path,
         weights=[
@@ -833,8 +879,6 @@ def _check(
     stored: Stored,
     models: Sequence[nn.Module],
     prepared: PreparedObjects,
-    *,
-    strict: bool,
     model_kwargs: Mapping[str, Any],
 ) -> list[str]:
     """Check that the stored state matches the prepared objects; add names of tied weights.
@@ -844,11 +888,11 @@ def _check(
 
     Raises:
         CheckpointError: If the state of a prepared object is missing, or does not match. If
-            ``strict`` is False, names of weights may differ, and the scaler and RNG states may be
-            missing.
+            ``model_kwargs["strict"]`` is False, names of weights may differ, and the scaler and RNG
+            states may be missing.
         TypeError: If a model's ``load_state_dict`` does not take ``model_kwargs``.
     """
-    notes = list(stored.lost)
+    notes, strict = list(stored.lost), model_kwargs["strict"]
     saved_counts = {"models": len(stored.weights)} | {k: stored.counts[k] for k in _STEMS}
     for kind, here in ({"models": len(models)} | prepared.counts).items():
         saved, registered = saved_counts[kind], kind == "custom_objects"
@@ -871,7 +915,7 @@ def _check(
         if prepared.engine is not None and prepared.gathers:
             described = prepared.engine.described_weights(model)
         _check_model(f"Model {number} of {stored.path}", model, weights, described, strict=strict)
-        inspect.signature(model.load_state_dict).bind(weights, strict=strict, **model_kwargs)
+        inspect.signature(model.load_state_dict).bind(weights, **model_kwargs)
     for number, optimizer in enumerate(prepared.optimizers):
         state = stored.trees[_STEMS["optimizers"](number)]
         _check_optimizer(f"Optimizer {number} of {stored.path}", optimizer, state)
@@ -975,9 +1019,7 @@ def _apply(
     stored: Stored,
     models: Sequence[nn.Module],
     prepared: PreparedObjects,
-    *,
     rank: int,
-    strict: bool,
     model_kwargs: Mapping[str, Any],
 ) -> None:
     """Restore everything, the RNG states last."""
@@ -990,7 +1032,7 @@ def _apply(
             load_whole(model, weights, prepared.engine.load_weights)
             continue
         values = placed(model, weights, assign=model_kwargs.get("assign", False))
-        model.load_state_dict(values, strict=strict, **model_kwargs)
+        model.load_state_dict(values, **model_kwargs)
     restore(prepared.parts(dtypes), stored.trees, optional=("scaler", _LOADERS))
     own = prepared.parts_of_rank()
     restore(own, stored.own, optional=own.keys())

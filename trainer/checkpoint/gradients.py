@@ -32,11 +32,11 @@ def named_parameters(
     for number, model in enumerate(models):
         parameters = bare_names(model, model.named_parameters())
         named |= {f"{number}.{name}": parameter for name, parameter in parameters}
-    seen = set(map(id, named.values()))
+    of_models = set(map(id, named.values()))
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    loose = (p for group in groups for p in group["params"] if id(p) not in seen)
+    loose = (p for group in groups for p in group["params"] if id(p) not in of_models)
     unique = {id(parameter): parameter for parameter in loose}.values()
-    return named | {f"optimizer.{number}": each for number, each in enumerate(unique)}
+    return named | {f"optimizer.{number}": parameter for number, parameter in enumerate(unique)}
 
 
 def collect(named: Mapping[str, Parameter]) -> dict[str, Any]:

@@ -218,8 +218,8 @@ class CheckpointFolders:
             ValueError: A folder has checkpoints.
         """
         looks = is_writer_rank(self.state, self.on_each_node)
-        here = [root for root in self.all_roots() if looks and committed(root)]
-        taken = [root for of_rank in all_gather_object(here) for root in of_rank]
+        own_roots = [root for root in self.all_roots() if looks and committed(root)]
+        taken = [root for of_rank in all_gather_object(own_roots) for root in of_rank]
         if taken and self.writes:
             raise ValueError(
                 f"{taken[0]} has the checkpoints of another run. To resume it, pass "
@@ -289,8 +289,8 @@ def newest_sound(
         what, lambda: list_here() if is_writer else None, state, operation=operation
     )
     listed = {rank: listing for rank, listing in enumerate(listings) if listing is not None}
-    some = set[int]().union(*listed.values())
-    for number in sorted(some, reverse=True):
+    numbers = set[int]().union(*listed.values())
+    for number in sorted(numbers, reverse=True):
         if problem := _difference(number, listed):
             if state.is_main_process:
                 path, _ = next(listing[number] for listing in listed.values() if number in listing)
@@ -303,8 +303,8 @@ def newest_sound(
             state,
             operation=operation,
         )
-        seen = [verdicts[state.process_index]] if on_each_node else verdicts
-        if is_writer and (damages := [v.text for v in seen if v and v.damaged]):
+        on_this_disk = [verdicts[state.process_index]] if on_each_node else verdicts
+        if is_writer and (damages := [v.text for v in on_this_disk if v and v.damaged]):
             logger.warning("%s is not used: %s", path, damages[0])
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(
@@ -313,10 +313,10 @@ def newest_sound(
             )
         if not any(verdicts):
             return path
-    if some:
+    if numbers:
         several = len(listed) > 1
         raise CheckpointError(
-            f"{what} failed: none of the {len(some)} checkpoints there is intact"
+            f"{what} failed: none of the {len(numbers)} checkpoints there is intact"
             f"{' on every machine' if several else ''} (the log says what is wrong with each). "
             f"{'Copy one to the machines that lack it, or move' if several else 'Move'} them away "
             "to start a new run."
@@ -327,8 +327,8 @@ def newest_sound(
 def _by_step(root: Path) -> Listed:
     for path in without_manifest(root):
         logger.warning("%s is not used: it has no manifest.json, so it is damaged.", path)
-    here = [path for path in committed(root) if not holds_weights_only(path)]
-    return {step_of(path) or 0: (path, run_id_of(path)) for path in here}
+    checkpoints = [path for path in committed(root) if not holds_weights_only(path)]
+    return {step_of(path) or 0: (path, run_id_of(path)) for path in checkpoints}
 
 
 def holds_weights_only(path: Path) -> bool:
@@ -364,9 +364,9 @@ def _difference(number: int, listed: Mapping[int, Listed]) -> str | None:
         number: The checkpoint's step or number.
         listed: The checkpoints on the disk of each writer rank.
     """
-    if lacking := [str(rank) for rank, here in listed.items() if number not in here]:
+    if lacking := [str(rank) for rank, listing in listed.items() if number not in listing]:
         return f"the machine of rank {', '.join(lacking)} does not have it"
-    runs = {rank: here[number][1] for rank, here in listed.items()}
+    runs = {rank: listing[number][1] for rank, listing in listed.items()}
     if len(set(runs.values()) - {None}) > 1:  # None: a damaged one, whose run is unknown
         return f"the machines have it from different runs ({_listing(runs)})"
     return None

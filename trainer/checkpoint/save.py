@@ -368,15 +368,15 @@ def check_space(folder: Path, needs: int) -> None:
     Raises:
         CheckpointError: The folder is not writable, or too few bytes are free.
     """
-    there = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+    existing = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise CheckpointError(
-            f"checkpoints cannot be written to {folder}: {there} is not a folder that this user "
+            f"checkpoints cannot be written to {folder}: {existing} is not a folder that this user "
             "may write to. Change its permissions, or give another project_dir or dirpath."
         )
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing).free
     if free < needs:
         raise CheckpointError(
             f"a checkpoint takes {needs / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free in "
-            f"{there}. Free some space, or keep fewer checkpoints: ModelCheckpoint(save_top_k=…)"
+            f"{existing}. Free some space, or keep fewer checkpoints: ModelCheckpoint(save_top_k=…)"
         )

@@ -74,8 +74,8 @@ class ClusterConfig:
 
     def launch_configuration(self) -> LaunchConfiguration:
         """Return what `trainer launch` makes of it."""
-        known, _ = parse_settings(self.to_dict())
-        return LaunchConfiguration(**known)
+        arguments, _ = parse_settings(self.to_dict())
+        return LaunchConfiguration(**arguments)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys that are set, with enumerations as their values."""
@@ -94,12 +94,12 @@ class ClusterConfig:
             OSError: It cannot be read.
             ValueError: It is invalid; see also the class.
         """
-        found = read_mapping(default_path() if yaml_file is None else Path(yaml_file))
-        if found.pop("fp16", False):  # earlier keys
-            found.setdefault("mixed_precision", "fp16")
-        if backend := found.pop("dynamo_backend", None):
-            found.setdefault("dynamo_config", {"dynamo_backend": backend})
-        return cls(**found)
+        settings = read_mapping(default_path() if yaml_file is None else Path(yaml_file))
+        if settings.pop("fp16", False):  # earlier keys
+            settings.setdefault("mixed_precision", "fp16")
+        if backend := settings.pop("dynamo_backend", None):
+            settings.setdefault("dynamo_config", {"dynamo_backend": backend})
+        return cls(**settings)
 
     @classmethod
     def from_json_file(cls, json_file: str | PathLike[str] | None = None) -> ClusterConfig:

@@ -229,9 +229,9 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         ValueError: It is not a YAML or JSON mapping, has an unknown key, or asks for something that
             is not supported.
     """
-    found = read_mapping(path)
+    settings = read_mapping(path)
     try:
-        return parse_settings(found)
+        return parse_settings(settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -255,64 +255,68 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in (loaded or {}).items()}
 
 
-def parse_settings(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def parse_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of `LaunchConfiguration` in a file's keys; see `read_file`.
 
     Raises:
         ValueError: A key is unknown, or asks for something that is not supported.
     """
-    own = {field.name for field in fields(LaunchConfiguration)}
-    known = {*own, *_UNUSED, *_SILENT, "compute_environment"}
-    known |= {"distributed_type", "dynamo_config", "fp16"}
-    for key in found.keys() - known:
-        raise ValueError(choice_error("a key", key, known))
-    _check_supported(found)
+    argument_names = {field.name for field in fields(LaunchConfiguration)}
+    allowed = {*argument_names, *_UNUSED, *_SILENT, "compute_environment"}
+    allowed |= {"distributed_type", "dynamo_config", "fp16"}
+    for key in settings.keys() - allowed:
+        raise ValueError(choice_error("a key", key, allowed))
+    _check_supported(settings)
     notes = [
-        f"{key} is not used: {why}." for key, why in _UNUSED.items() if found.get(key) not in _OFF
+        f"{key} is not used: {why}."
+        for key, why in _UNUSED.items()
+        if settings.get(key) not in _OFF
     ]
-    dynamo = found.get("dynamo_config") or {}
+    dynamo = settings.get("dynamo_config") or {}
     for key in dict(dynamo).keys() - set(DYNAMO):
         raise ValueError(choice_error("a key of dynamo_config", key, DYNAMO))
-    values = {**found} | {key: dynamo[key] for key in DYNAMO if key in dynamo}
-    given = {key: value for key, value in values.items() if key in own and value is not None}
-    if found.get("fp16"):  # the former name of mixed_precision
-        given.setdefault("mixed_precision", "fp16")
-    for name in {"mixed_precision", "dynamo_backend"} & given.keys():
-        given[name] = str(given[name] or "no")  # YAML reads a bare `no` as False
-    for name in {"gpu_ids", "main_process_ip", "dynamo_mode", "rdzv_conf"} & given.keys():
-        given[name] = str(given[name])  # and a bare 0 as a number
+    values = {**settings} | {key: dynamo[key] for key in DYNAMO if key in dynamo}
+    arguments = {
+        key: value for key, value in values.items() if key in argument_names and value is not None
+    }
+    if settings.get("fp16"):  # the former name of mixed_precision
+        arguments.setdefault("mixed_precision", "fp16")
+    for name in {"mixed_precision", "dynamo_backend"} & arguments.keys():
+        arguments[name] = str(arguments[name] or "no")  # YAML reads a bare `no` as False
+    for name in {"gpu_ids", "main_process_ip", "dynamo_mode", "rdzv_conf"} & arguments.keys():
+        arguments[name] = str(arguments[name])  # and a bare 0 as a number
     for name in (*_OF_TYPES, "parallelism_config", "fp8_config"):
-        if not given.get(name):
-            given.pop(name, None)
+        if not arguments.get(name):
+            arguments.pop(name, None)
     for name, kind in _OF_TYPES.items():
-        if found.get("distributed_type") == kind:
-            given.setdefault(name, {})
-    _take_accumulation(given)
-    if found.get("distributed_type") == "MULTI_CPU":
-        given["use_cpu"] = True
-    if given.get("num_processes") == -1:  # stands for "given on each command line"
-        del given["num_processes"]
-    return given, notes
+        if settings.get("distributed_type") == kind:
+            arguments.setdefault(name, {})
+    _take_accumulation(arguments)
+    if settings.get("distributed_type") == "MULTI_CPU":
+        arguments["use_cpu"] = True
+    if arguments.get("num_processes") == -1:  # stands for "given on each command line"
+        del arguments["num_processes"]
+    return arguments, notes
 
 
-def _take_accumulation(given: dict[str, Any]) -> None:
+def _take_accumulation(arguments: dict[str, Any]) -> None:
     """Take the micro-batches per update out of ``deepspeed_config``, where accelerate has them."""
-    of_deepspeed = dict(given.get("deepspeed_config", {}))
+    of_deepspeed = dict(arguments.get("deepspeed_config", {}))
     steps = of_deepspeed.pop("gradient_accumulation_steps", "auto")
-    if "deepspeed_config" in given:
-        given["deepspeed_config"] = of_deepspeed
+    if "deepspeed_config" in arguments:
+        arguments["deepspeed_config"] = of_deepspeed
     if steps != "auto":
-        given["gradient_accumulation_steps"] = int(steps)
+        arguments["gradient_accumulation_steps"] = int(steps)
 
 
-def _check_supported(found: Mapping[str, Any]) -> None:
-    where = found.get("compute_environment", "LOCAL_MACHINE")
+def _check_supported(settings: Mapping[str, Any]) -> None:
+    where = settings.get("compute_environment", "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         raise ValueError(
             f"compute_environment is {where!r}; it must be 'LOCAL_MACHINE'. For Amazon SageMaker "
             "use its own launcher, which starts the processes as torchrun does."
         )
-    kind = str(found.get("distributed_type") or "NO")
+    kind = str(settings.get("distributed_type") or "NO")
     if kind in _REFUSED_TYPES:
         raise ValueError(
             f"distributed_type is {kind!r}, which is not supported yet. {_SUPPORTED}: "
@@ -320,7 +324,7 @@ def _check_supported(found: Mapping[str, Any]) -> None:
         )
     check_choice("distributed_type", kind, _TYPES)
     for name, its_kind in _OF_TYPES.items():
-        if found.get(name) and kind != its_kind:
+        if settings.get(name) and kind != its_kind:
             raise ValueError(
                 f"{name} has settings, but distributed_type is {kind!r}: write {its_kind}, or "
                 f"remove {name}."
@@ -333,39 +337,41 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    own = configuration
-    several = (own.num_processes or 1) > 1 or own.num_machines > 1
-    kind = "MULTI_CPU" if own.use_cpu else "MULTI_GPU"
+    several = (configuration.num_processes or 1) > 1 or configuration.num_machines > 1
+    kind = "MULTI_CPU" if configuration.use_cpu else "MULTI_GPU"
     for name, its_kind in _OF_TYPES.items():
-        if getattr(own, name) is not None:
+        if getattr(configuration, name) is not None:
             kind, several = its_kind, True
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "debug": bool(own.debug),
+        "debug": bool(configuration.debug),
         "distributed_type": kind if several else "NO",
-        "gpu_ids": own.gpu_ids,
-        "machine_rank": own.machine_rank,
-        "main_process_ip": own.main_process_ip,
-        "main_process_port": own.main_process_port,
-        "mixed_precision": own.mixed_precision or "no",
-        "num_machines": own.num_machines,
-        "num_processes": own.num_processes or -1,
-        "rdzv_backend": own.rdzv_backend or "static",
-        "use_cpu": bool(own.use_cpu),
+        "gpu_ids": configuration.gpu_ids,
+        "machine_rank": configuration.machine_rank,
+        "main_process_ip": configuration.main_process_ip,
+        "main_process_port": configuration.main_process_port,
+        "mixed_precision": configuration.mixed_precision or "no",
+        "num_machines": configuration.num_machines,
+        "num_processes": configuration.num_processes or -1,
+        "rdzv_backend": configuration.rdzv_backend or "static",
+        "use_cpu": bool(configuration.use_cpu),
     }
-    dynamo = {name: value for name in DYNAMO if (value := getattr(own, name)) is not None}
+    dynamo = {name: value for name in DYNAMO if (value := getattr(configuration, name)) is not None}
     values["dynamo_config"] = dynamo or None
-    kept = {key: value for key, value in values.items() if value is not None}
-    for field in fields(own):  # our own, only if needed: accelerate refuses such files
-        value = getattr(own, field.name)
+    written = {key: value for key, value in values.items() if value is not None}
+    for field in fields(configuration):  # our own, only if needed: accelerate refuses such files
+        value = getattr(configuration, field.name)
         if field.name not in (*values, *DYNAMO) and value != field.default:
-            kept[field.name] = value
-    if own.deepspeed_config is not None and "gradient_accumulation_steps" in kept:
-        steps = kept.pop("gradient_accumulation_steps")  # accelerate has it there
-        kept["deepspeed_config"] = {**own.deepspeed_config, "gradient_accumulation_steps": steps}
+            written[field.name] = value
+    if configuration.deepspeed_config is not None and "gradient_accumulation_steps" in written:
+        steps = written.pop("gradient_accumulation_steps")  # accelerate has it there
+        written["deepspeed_config"] = {
+            **configuration.deepspeed_config,
+            "gradient_accumulation_steps": steps,
+        }
     path.parent.mkdir(parents=True, exist_ok=True)
     is_json = path.suffix == ".json"
-    text = dumps(kept, indent=2) + "\n" if is_json else yaml.safe_dump(kept)
+    text = dumps(written, indent=2) + "\n" if is_json else yaml.safe_dump(written)
     path.write_text(text, encoding="utf-8")
 
 
@@ -428,8 +434,8 @@ def load_settings(place: Path, *, quiet: bool = False) -> dict[str, Any]:
         LaunchError: The file does not exist or is invalid.
     """
     try:
-        known, notes = read_file(place.expanduser())
-        LaunchConfiguration(**known)
+        arguments, notes = read_file(place.expanduser())
+        LaunchConfiguration(**arguments)
     except FileNotFoundError as error:
         raise LaunchError(f"there is no configuration file {place}.") from error
     except OSError as error:
@@ -438,4 +444,4 @@ def load_settings(place: Path, *, quiet: bool = False) -> dict[str, Any]:
         raise LaunchError(f"{error} (read from {place})") from error
     for note in [] if quiet else notes:
         echo(f"{place}: {note}", error=True)
-    return known
+    return arguments

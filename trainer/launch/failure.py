@@ -70,34 +70,34 @@ class Failure:
         return self.raised is None and self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def failures_of(found: Mapping[int, Any]) -> list[Failure]:
+def failures_of(by_rank: Mapping[int, Any]) -> list[Failure]:
     """Return the failures that torch reports, with what our processes noted.
 
     Args:
-        found: The ``ProcessFailure`` of each rank, such as ``RunResult.failures``.
+        by_rank: The ``ProcessFailure`` of each rank, such as ``RunResult.failures``.
     """
-    made = []
-    for rank, each in found.items():
-        noted = each.message if isinstance(each.message, dict) else {}
+    failures = []
+    for rank, failure in by_rank.items():
+        noted = failure.message if isinstance(failure.message, dict) else {}
         more: Mapping[str, Any] = noted.get("extraInfo", {})
         size = f" of {more['world_size']}" if more.get("world_size") else ""
         number = str(more.get("rank", ""))
-        own = int(number) if number.isdecimal() else rank
+        global_rank = int(number) if number.isdecimal() else rank
         host = more.get("host") or socket.gethostname()
         text = str(more.get("py_callstack") or noted.get("message") or "").rstrip()
-        made.append(
+        failures.append(
             Failure(
-                rank=own,
-                code=each.exitcode,
-                seen=each.timestamp,
+                rank=global_rank,
+                code=failure.exitcode,
+                seen=failure.timestamp,
                 raised=float(more["time"]) if "time" in more else None,
                 kind=str(more.get("kind", "")),
                 text=text,
-                who=f"rank {own}{size} on {host}",
+                who=f"rank {global_rank}{size} on {host}",
                 meant=int(more.get("code", 1)),
             )
         )
-    return made
+    return failures
 
 
 def first_of(failures: list[Failure], interval: float) -> Failure:
@@ -113,20 +113,21 @@ def first_of(failures: list[Failure], interval: float) -> Failure:
         failures: At least one.
         interval: Seconds between two checks.
     """
-    earliest = min(each.seen for each in failures)
-    own = [
-        each
-        for each in failures
-        if not each.ended_by_launcher and not (_killed(each) and each.seen >= earliest + _PATIENCE)
+    earliest = min(failure.seen for failure in failures)
+    candidates = [
+        failure
+        for failure in failures
+        if not failure.ended_by_launcher
+        and not (_killed(failure) and failure.seen >= earliest + _PATIENCE)
     ] or failures
-    gone = [
-        each
-        for each in own
-        if each.raised is None and each.code < 0 and each.seen <= earliest + interval + 1
+    killed = [
+        failure
+        for failure in candidates
+        if failure.raised is None and failure.code < 0 and failure.seen <= earliest + interval + 1
     ]
     return min(
-        gone or [each for each in own if not each.follows] or own,
-        key=lambda each: each.seen if each.raised is None else each.raised,
+        killed or [failure for failure in candidates if not failure.follows] or candidates,
+        key=lambda failure: failure.seen if failure.raised is None else failure.raised,
     )
 
 
@@ -134,15 +135,17 @@ def report(failures: list[Failure], interval: float) -> tuple[str, int]:
     """Return the final message and the code to exit with."""
     first = first_of(failures, interval)
     others = [
-        each
-        for each in sorted(failures, key=lambda each: each.rank)
-        if each is not first and not each.ended_by_launcher
+        failure
+        for failure in sorted(failures, key=lambda failure: failure.rank)
+        if failure is not first and not failure.ended_by_launcher
     ]
-    alike = [each for each in others if each.text and each.text == first.text]
-    lines = [f"{each.who} {_then(each, first)}" for each in others if each not in alike]
+    alike = [failure for failure in others if failure.text and failure.text == first.text]
+    lines = [f"{failure.who} {_then(failure, first)}" for failure in others if failure not in alike]
     if alike:
         ranks = "ranks" if len(alike) > 1 else "rank"
-        lines.append(f"{ranks} {', '.join(str(each.rank) for each in alike)} failed the same way.")
+        lines.append(
+            f"{ranks} {', '.join(str(failure.rank) for failure in alike)} failed the same way."
+        )
     lines.append(f"{first.who} failed first:")
     lines.append(first.text if first.text else summary(first))
     return "\n".join(lines), first.exit_code

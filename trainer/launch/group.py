@@ -173,10 +173,10 @@ class PeerLaunchers:
 
     def wait(self, machines: int) -> None:
         """Wait until all machines have left: the store may be in this process."""
-        left = [f"{_LEFT}/{machine}" for machine in range(machines)]
+        keys = [f"{_LEFT}/{machine}" for machine in range(machines)]
         end = time.monotonic() + _LONGEST
         try:
-            while not self._store().check(left) and time.monotonic() < end:
+            while not self._store().check(keys) and time.monotonic() < end:
                 time.sleep(_LOOK / 10)
         except RuntimeError as error:
             logger.debug("Waiting for the other machines failed: %s", error)
@@ -197,14 +197,14 @@ class PeerLaunchers:
             thread.join(_LOOK)
 
     def _listen(self) -> None:
-        known = own = None
+        store = clone = None
         while self._all_needed and not self._ended.wait(_LOOK) and self._failure is None:
             try:
-                if self._store() is not known:
-                    known = self._store()
-                    own = known.clone()  # a wait on the launcher's own would block it
-                if own is not None and own.check([_FAILED]):
-                    self._failure = own.get(_FAILED).decode(), time.monotonic()
+                if self._store() is not store:
+                    store = self._store()
+                    clone = store.clone()  # a wait on the launcher's own would block it
+                if clone is not None and clone.check([_FAILED]):
+                    self._failure = clone.get(_FAILED).decode(), time.monotonic()
             except RuntimeError as error:  # machine 0 is gone, or all are meeting again
                 logger.debug("Reports of the other machines could not be read: %s", error)
 
@@ -241,16 +241,16 @@ class _Agent(ElasticAgent, LocalElasticAgent):
             timer.cancel()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        seen: RunResult = super()._monitor_workers(worker_group)
-        self._seen = seen
-        if seen.is_failed() and any(each.refused for each in failures_of(seen.failures)):
+        result: RunResult = super()._monitor_workers(worker_group)
+        self._seen = result
+        if result.is_failed() and any(failure.refused for failure in failures_of(result.failures)):
             self._remaining_restarts = 0
-        if self.peers is not None and seen.state == WorkerState.HEALTHY:
+        if self.peers is not None and result.state == WorkerState.HEALTHY:
             self.peers.raise_if_failed()
-        elif self.peers is not None and seen.is_failed() and self._remaining_restarts == 0:
+        elif self.peers is not None and result.is_failed() and self._remaining_restarts == 0:
             first = self._first_failure()
             self.peers.report(f"{first.who} failed first: {summary(first)}")
-        return seen
+        return result
 
     def _first_failure(self) -> Failure:
         interval = self._worker_group.spec.monitor_interval
@@ -298,9 +298,9 @@ class _Logs(DefaultLogsSpecs):
     _files: Mapping[int, str] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        made = super().reify(envs)
-        self._files = made.error_files
-        return made
+        destination = super().reify(envs)
+        self._files = destination.error_files
+        return destination
 
     def ends(self) -> list[int]:
         """Return the exit codes of the processes that ended after a signal and saved."""
@@ -309,12 +309,14 @@ class _Logs(DefaultLogsSpecs):
 
     def failures(self) -> list[Failure]:
         """Return the exceptions of the processes that did not."""
-        found = {
+        noted = {
             rank: ProcessFailure(local_rank=rank, pid=0, exitcode=1, error_file=file)
             for rank, file in self._files.items()
             if Path(file).is_file()
         }
-        return [each for each in failures_of(found) if not (each.chosen or each.follows)]
+        return [
+            failure for failure in failures_of(noted) if not (failure.chosen or failure.follows)
+        ]
 
 
 @contextmanager
@@ -411,7 +413,7 @@ def _is_deaf_to(name: str) -> bool:
 def _worker_spec(group: Group, role: str) -> WorkerSpec:
     """Return what torch's agent is told: where the machines meet, and what it starts."""
     host, _, port = group.endpoint.rpartition(":")
-    own = reachable_from(host)  # others may not resolve this one's host name
+    address = reachable_from(host)  # others may not resolve this one's host name
     handler = rendezvous.get_rendezvous_handler(
         RendezvousParameters(
             backend=group.backend,
@@ -419,7 +421,7 @@ def _worker_spec(group: Group, role: str) -> WorkerSpec:
             run_id=group.job,
             min_nodes=group.machines[0],
             max_nodes=group.machines[1],
-            local_addr=own,
+            local_addr=address,
             **group.rendezvous,
         )
     )
@@ -434,7 +436,7 @@ def _worker_spec(group: Group, role: str) -> WorkerSpec:
         monitor_interval=group.monitor_interval,
         master_addr=host if static else None,
         master_port=int(port) if static else None,
-        local_addr=own,
+        local_addr=address,
     )
 
 

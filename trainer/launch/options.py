@@ -42,22 +42,24 @@ class _OneSpelling(argparse.RawDescriptionHelpFormatter):
         return super()._format_action_invocation(shown)
 
 
-def add_options(made: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add all options, and the script with its arguments; those not given are None or False."""
-    made.formatter_class = _OneSpelling
-    made.usage = "%(prog)s [OPTION ...] script.py [ARGUMENT ...]"  # there are more than thirty
+    parser.formatter_class = _OneSpelling
+    parser.usage = "%(prog)s [OPTION ...] script.py [ARGUMENT ...]"  # there are more than thirty
     for add_group in (_processes, _training, _fp8, _sharding, _machines, _output):
-        add_group(made)
+        add_group(parser)
     what = "the script, or with -m a module; and its own arguments"
     # One word and all that follow, including a --.
-    made.add_argument("words", nargs=argparse.PARSER, metavar="script.py", help=what)
+    parser.add_argument("words", nargs=argparse.PARSER, metavar="script.py", help=what)
 
 
 def _add(group: argparse._ActionsContainer, *names: str, **kwargs: Any) -> None:
     """Add an option under each name with ``_`` and with ``-``; with nothing but a help, a flag."""
     if kwargs.keys() == {"help"}:
         kwargs["action"] = "store_true"
-    spellings = [each for name in names for each in (name, name[:2] + name[2:].replace("_", "-"))]
+    spellings = [
+        spelling for name in names for spelling in (name, name[:2] + name[2:].replace("_", "-"))
+    ]
     dest = names[0].lstrip("-")
     group.add_argument(*dict.fromkeys(spellings), dest=dest, **kwargs)
 
@@ -70,8 +72,8 @@ def _nodes(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def _processes(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("processes")
+def _processes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processes")
     _add(group, "--config_file", type=Path, metavar="FILE", help="the configuration file to use")
     _add(group, "--num_processes", type=count, metavar="N", help="processes on all machines")
     what = "processes on this machine, instead of --num_processes"
@@ -89,8 +91,8 @@ def _processes(made: argparse.ArgumentParser) -> None:
     _add(group, "--enable_cpu_affinity", help="bind each process to the cores near its GPU")
 
 
-def _training(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("training")
+def _training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
     _add(group, "--mixed_precision", choices=PrecisionType.list(), help="the Accelerator's default")
     what = "micro-batches per update"
     _add(group, "--gradient_accumulation_steps", type=count, metavar="N", help=what)
@@ -126,13 +128,13 @@ def _add_settings(group: argparse._ActionsContainer, settings: Mapping[str, Sett
         _add(group, f"--{name}", **_KINDS[each.kind], help=each.help)
 
 
-def _fp8(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("8 bits, with --mixed_precision fp8")
+def _fp8(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("8 bits, with --mixed_precision fp8")
     _add_settings(group, FP8)
 
 
-def _sharding(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("models larger than one device")
+def _sharding(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models larger than one device")
     _add(group, "--use_fsdp", help="shard models over the processes; see docs/launching.md")
     _add(group, "--use_deepspeed", help="partition models and optimizers with DeepSpeed's ZeRO")
     _add(group, "--use_parallelism_config", help="a mesh of replicas, shards and split layers")
@@ -141,8 +143,8 @@ def _sharding(made: argparse.ArgumentParser) -> None:
         _add_settings(group, settings)
 
 
-def _machines(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group(
+def _machines(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
         "machines and restarts",
         "Several machines need a private network: whoever reaches their ports can run code in the "
         "processes. Processes of one machine can be reached from that machine only.",
@@ -169,8 +171,8 @@ def _machines(made: argparse.ArgumentParser) -> None:
         _add(group, f"--{name}", metavar="NAME", help=argparse.SUPPRESS)
 
 
-def _output(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("output")
+def _output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
     _add(group, "--log_dir", metavar="DIR", help="write each process's output to files in it")
     what = "write it to the terminal too: 1 is stdout, 2 stderr, 3 both"
     _add(group, "--tee", "-t", choices="0123", help=what)

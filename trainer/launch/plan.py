@@ -107,9 +107,9 @@ def _description(plan: Plan) -> str:
 
 def launch_command_parser() -> argparse.ArgumentParser:
     """Return the parser of `trainer launch`, for programs that call `launch_command`."""
-    made = argparse.ArgumentParser(prog="trainer launch", allow_abbrev=False)
-    add_options(made)
-    return made
+    parser = argparse.ArgumentParser(prog="trainer launch", allow_abbrev=False)
+    add_options(parser)
+    return parser
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -166,44 +166,44 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
         LaunchError: The file is invalid.
     """
     place = arguments.config_file or default_path()
-    known: dict[str, Any] = {}
+    from_file: dict[str, Any] = {}
     if arguments.config_file or place.exists():
-        known = load_settings(place, quiet=arguments.quiet)
-    own = {field.name for field in fields(LaunchConfiguration)}
-    given = {
+        from_file = load_settings(place, quiet=arguments.quiet)
+    argument_names = {field.name for field in fields(LaunchConfiguration)}
+    from_command_line = {
         name: value
         for name, value in vars(arguments).items()
-        if name in own and value is not None and value is not False  # 0 counts as given
+        if name in argument_names and value is not None and value is not False  # 0 counts as given
     }
     if arguments.nnodes and arguments.nnodes[0] == arguments.nnodes[1]:  # torchrun's --nnodes 2
-        given["num_machines"] = arguments.nnodes[0]
+        from_command_line["num_machines"] = arguments.nnodes[0]
     if arguments.cpu:
-        given |= {"use_cpu": True, "gpu_ids": None}
+        from_command_line |= {"use_cpu": True, "gpu_ids": None}
     if arguments.multi_gpu or arguments.gpu_ids:
-        given["use_cpu"] = False
+        from_command_line["use_cpu"] = False
     if arguments.nproc_per_node:
-        machines = given.get("num_machines", known.get("num_machines", 1))
-        given["num_processes"] = arguments.nproc_per_node * machines
-    elif "num_processes" not in given and (
-        arguments.multi_gpu or "num_machines" in given or "gpu_ids" in given
+        machines = from_command_line.get("num_machines", from_file.get("num_machines", 1))
+        from_command_line["num_processes"] = arguments.nproc_per_node * machines
+    elif "num_processes" not in from_command_line and (
+        arguments.multi_gpu or "num_machines" in from_command_line or "gpu_ids" in from_command_line
     ):
-        known.pop("num_processes", None)  # it was meant for other machines or devices
-    _take_sharding(arguments, known, given)
+        from_file.pop("num_processes", None)  # it was meant for other machines or devices
+    _take_sharding(arguments, from_file, from_command_line)
     chosen = {name: value for name in FP8 if (value := getattr(arguments, name)) is not None}
-    if given.get("mixed_precision", PrecisionType.FP8) != PrecisionType.FP8:
-        known.pop("fp8_config", None)
+    if from_command_line.get("mixed_precision", PrecisionType.FP8) != PrecisionType.FP8:
+        from_file.pop("fp8_config", None)
     if chosen:
-        given["fp8_config"] = {**known.get("fp8_config", {}), **chosen}
-    if given.get("num_machines") == 1:
-        known.pop("machine_rank", None)
+        from_command_line["fp8_config"] = {**from_file.get("fp8_config", {}), **chosen}
+    if from_command_line.get("num_machines") == 1:
+        from_file.pop("machine_rank", None)
     try:
-        return LaunchConfiguration(**(known | given))
+        return LaunchConfiguration(**(from_file | from_command_line))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _take_sharding(
-    arguments: argparse.Namespace, known: dict[str, Any], given: dict[str, Any]
+    arguments: argparse.Namespace, from_file: dict[str, Any], from_command_line: dict[str, Any]
 ) -> None:
     """Put the options of FSDP, DeepSpeed, Megatron-LM and the mesh over those of the file.
 
@@ -211,19 +211,19 @@ def _take_sharding(
         argparse.ArgumentTypeError: One is given, but nothing asks to shard.
     """
     engines = {asks: key for key, (asks, _) in SECTIONS.items() if key != "parallelism_config"}
-    if any(getattr(arguments, each) for each in engines):  # and not the file's
-        for each, section in engines.items():
-            if not getattr(arguments, each):
-                known.pop(section, None)
+    if any(getattr(arguments, engine) for engine in engines):  # and not the file's
+        for engine, section in engines.items():
+            if not getattr(arguments, engine):
+                from_file.pop(section, None)
     for key, (asks, settings) in SECTIONS.items():
         names = [*settings, *(LAUNCHER if key == "deepspeed_config" else ())]
         chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-        if chosen and key not in known and not getattr(arguments, asks):
+        if chosen and key not in from_file and not getattr(arguments, asks):
             raise argparse.ArgumentTypeError(
                 f"--{next(iter(chosen))} belongs to --{asks}, which is not given."
             )
         if chosen or getattr(arguments, asks):
-            given[key] = {**known.get(key, {}), **chosen}
+            from_command_line[key] = {**from_file.get(key, {}), **chosen}
 
 
 def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> Plan:
@@ -277,16 +277,16 @@ def _processes(arguments: argparse.Namespace, configuration: LaunchConfiguration
     if arguments.nproc_per_node:
         return int(arguments.nproc_per_node)
     if configuration.num_processes is not None:
-        wanted = configuration.num_processes // configuration.num_machines
+        count = configuration.num_processes // configuration.num_machines
     elif configuration.gpu_ids not in (None, "all"):
-        wanted = len(str(configuration.gpu_ids).split(","))
+        count = len(str(configuration.gpu_ids).split(","))
     else:
-        wanted = 1 if _on_cpu(configuration) else max(1, device_count())
-    if arguments.multi_gpu and wanted < 2:
+        count = 1 if _on_cpu(configuration) else max(1, device_count())
+    if arguments.multi_gpu and count < 2:
         raise argparse.ArgumentTypeError(
-            f"--multi_gpu needs at least two devices, but {wanted} would be used. Leave it out."
+            f"--multi_gpu needs at least two devices, but {count} would be used. Leave it out."
         )
-    return wanted
+    return count
 
 
 def _on_cpu(configuration: LaunchConfiguration) -> bool:
@@ -307,16 +307,16 @@ def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfigura
     # Numbers replace the variable of the shell, and count the devices of the machine.
     with environment.without("CUDA_VISIBLE_DEVICES") if names else nullcontext():
         there = accelerators()
-    known = {str(number) for number in range(there)}
+    existing = {str(number) for number in range(there)}
     numbers = [name for name in names if name.lstrip("+-").isdecimal()]
-    if there and set(numbers) <= known and len(set(names)) == len(names):
+    if there and set(numbers) <= existing and len(set(names)) == len(names):
         return
     option = f"gpu_ids is {ids!r}" if ids else "--multi_gpu asks for accelerators"
-    found = f"accelerators {', '.join(sorted(known, key=int))}" if there else "no accelerator"
+    devices = f"accelerators {', '.join(sorted(existing, key=int))}" if there else "no accelerator"
     count = f" --num_processes {len(names)}" if len(names) > 1 else ""
     more = "" if configuration.num_processes else count
     raise argparse.ArgumentTypeError(
-        f"{option}, but this machine has {found}. Name existing devices, each once, or leave it "
+        f"{option}, but this machine has {devices}. Name existing devices, each once, or leave it "
         f"out and pass --cpu{more} to use the CPU."
     )
 

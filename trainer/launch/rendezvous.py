@@ -104,12 +104,12 @@ def private_variables(folder: str) -> dict[str, str]:
     Args:
         folder: The launcher's private folder.
     """
-    made = {environment.STORE: folder}
+    variables = {environment.STORE: folder}
     interface = loopback_interface()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if interface is not None and environment.read(name) is None:
-            made[name] = interface
-    return made
+            variables[name] = interface
+    return variables
 
 
 rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)

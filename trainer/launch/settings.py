@@ -90,10 +90,10 @@ def three_bools(text: str) -> tuple[bool, ...]:
     Raises:
         ValueError: There are not three, or one is no bool.
     """
-    found = tuple(truth(each.strip()) for each in text.strip("()[]").split(","))
-    if len(found) != 3:
+    values = tuple(truth(word.strip()) for word in text.strip("()[]").split(","))
+    if len(values) != 3:
         raise ValueError(f"{text!r} must be three bools, such as false,false,true")
-    return found
+    return values
 
 
 def settings_of_deepspeed(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -104,20 +104,20 @@ def settings_of_deepspeed(settings: Mapping[str, Any] | None) -> dict[str, Any] 
     """
     if settings is None:
         return None
-    found = {name: value for name, value in settings.items() if value is not None}
-    for name in found.keys() & LAUNCHER.keys():
-        if (value := found.pop(name)) not in LAUNCHER[name]:
+    kept = {name: value for name, value in settings.items() if value is not None}
+    for name in kept.keys() & LAUNCHER.keys():
+        if (value := kept.pop(name)) not in LAUNCHER[name]:
             raise ValueError(
                 f"{name} is {value!r}, of DeepSpeed's own launcher, which is not used: remove it, "
                 "and run trainer launch on each machine, with --machine_rank and "
                 "--main_process_ip, or with --slurm."
             )
-    if "deepspeed_config_file" in found and (beside := [n for n in _IN_FILE if n in found]):
+    if "deepspeed_config_file" in kept and (beside := [n for n in _IN_FILE if n in kept]):
         raise ValueError(
             f"{', '.join(beside)} cannot be set beside deepspeed_config_file, which says the same: "
             "write it there, or leave the file out."
         )
-    return found
+    return kept
 
 
 def check_settings(
@@ -135,29 +135,29 @@ def check_settings(
             model, or Megatron-LM is to use the CPU.
         TypeError: A size is not an int.
     """
-    given = {name: settings for name, settings in sections.items() if settings is not None}
-    for section, settings in given.items():
-        known = SECTIONS[section][1]
+    requested = {name: settings for name, settings in sections.items() if settings is not None}
+    for section, settings in requested.items():
+        allowed = SECTIONS[section][1]
         for key in settings:
-            check_choice(f"a key of {section}", key, known)
-    options = {section: f"--{SECTIONS[section][0]} ({section})" for section in given}
+            check_choice(f"a key of {section}", key, allowed)
+    options = {section: f"--{SECTIONS[section][0]} ({section})" for section in requested}
     for section in ("deepspeed_config", "megatron_lm_config"):
-        if section in given and len(given) > 1:
+        if section in requested and len(requested) > 1:
             alone = options.pop(section)
             raise ValueError(
                 f"{alone} cannot be combined with {' and '.join(options.values())}: each divides "
                 "the model. Choose one."
             )
-    if "megatron_lm_config" in given and cpu:
+    if "megatron_lm_config" in requested and cpu:
         raise ValueError(
             "Megatron-LM (--use_megatron_lm, megatron_lm_config) trains on CUDA devices: leave "
             "out --cpu (use_cpu), or shard with --use_fsdp (fsdp_config) instead."
         )
-    mesh = given.get("parallelism_config", {})
+    mesh = requested.get("parallelism_config", {})
     sizes_of = {n: size for n, size in mesh.items() if n.endswith("_size") and size is not None}
     check_counts(1, **sizes_of)
     product = math.prod(sizes_of.values())
-    if "parallelism_config" in given and processes is not None and product != processes:
+    if "parallelism_config" in requested and processes is not None and product != processes:
         sizes = ", ".join(f"{name} {size}" for name, size in sizes_of.items())
         raise ValueError(
             f"The sizes of parallelism_config multiply to {product} ({sizes or 'none is given'}); "
@@ -167,14 +167,14 @@ def check_settings(
 
 def variables_of(sections: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
     """Return the environment variables that pass the settings to a process."""
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for section, settings in sections.items():
         if settings is not None:
-            asks, known = SECTIONS[section]
-            found[f"ACCELERATE_{asks.upper()}"] = True
+            option, settings_of = SECTIONS[section]
+            variables[f"ACCELERATE_{option.upper()}"] = True
             for name, value in settings.items():
-                found |= known[name].variables(value)
-    return found
+                variables |= settings_of[name].variables(value)
+    return variables
 
 
 def fp8_settings(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -185,23 +185,23 @@ def fp8_settings(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """
     if not settings:
         return None
-    found: dict[str, Any] = {}
+    by_option: dict[str, Any] = {}
     for key, value in settings.items():
         name = key if key.startswith("fp8_") else f"fp8_{key}"
         name = _OTHER_FP8_NAMES.get(name, name)
         if name not in FP8:
             raise ValueError(choice_error("a key of fp8_config", key, FP8))
         if value is not None:
-            found[name] = value
-    if (backend := found.get("fp8_backend")) is not None:
-        found["fp8_backend"] = FP8BackendType.parse(str(backend).upper(), "fp8_backend")
-    return found
+            by_option[name] = value
+    if (backend := by_option.get("fp8_backend")) is not None:
+        by_option["fp8_backend"] = FP8BackendType.parse(str(backend).upper(), "fp8_backend")
+    return by_option
 
 
 def fp8_variables(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the environment variables that pass the settings to a process."""
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for name, value in (settings or {}).items():
         several = FP8[name].kind == "bools" and isinstance(value, str)
-        found |= FP8[name].variables(three_bools(value) if several else value)
-    return found
+        variables |= FP8[name].variables(three_bools(value) if several else value)
+    return variables

@@ -157,11 +157,11 @@ def _metrics(run: FitRun) -> Stateful:
 
     def load(saved: RankStates) -> None:
         # Decisions depend on which names were logged: equal on all ranks.
-        run.metrics.names.update(*(each["metrics"]["names"] for each in saved.states))
+        run.metrics.names.update(*(state["metrics"]["names"] for state in saved.states))
         same_shares = saved.data_size == saved.dp_size
         holds = saved.same or (parallel.is_data_primary if same_shares else run.rank == 0)
-        counted = [e for e in saved.to_merge if saved.same or e.get("counts_values", True)]
-        metrics.load_state_dicts([each["metrics"] for each in counted], holds=holds)
+        counted = [s for s in saved.to_merge if saved.same or s.get("counts_values", True)]
+        metrics.load_state_dicts([state["metrics"] for state in counted], holds=holds)
 
     return StateFunctions(save, load)
 
@@ -193,10 +193,10 @@ def _gradients(run: FitRun) -> Stateful:
         return gradients.collect(named())
 
     def load(saved: RankStates) -> None:
-        here = gradients.for_rank(saved.states, run.rank, run.world_size)
-        for note in gradients.check(named(), here):
+        of_this_rank = gradients.for_rank(saved.states, run.rank, run.world_size)
+        for note in gradients.check(named(), of_this_rank):
             logger.warning(note)
-        gradients.put(named(), here)
+        gradients.put(named(), of_this_rank)
 
     return StateFunctions(save, load)
 

@@ -175,7 +175,7 @@ class Project:
         state, project = PartialState(), self.folder.resolve()
         locks = self._writes and is_writer_rank(state, self.on_each_node)
         warns: dict[Path, Callable[[str], None]] = {}  # of each locked folder: publishes the run id
-        with ExitStack() as held:
+        with ExitStack() as stack:
 
             def take() -> None:
                 others = {root.resolve(): root for root in roots()}
@@ -192,7 +192,7 @@ class Project:
                             "runs another project_dir or dirpath."
                         )
                 for at, folder in new.items():
-                    warns[at] = held.enter_context(alone_in(folder))
+                    warns[at] = stack.enter_context(alone_in(folder))
 
             def lock() -> None:
                 raise_on_all_ranks(take, state, here=locks)
@@ -270,10 +270,10 @@ class Project:
                 continues ``metrics.jsonl``. If this Trainer has run a fit before, the values go to
                 the tracker runs of that fit, otherwise to new ones.
         """
-        made: list[Recorder] = []
+        recorders: list[Recorder] = []
         if self._writes:
-            on_main(lambda: made.append(self._make_recorder(evaluates)))
-        return made[0] if made else Recorder(NullTracker(), [])
+            on_main(lambda: recorders.append(self._make_recorder(evaluates)))
+        return recorders[0] if recorders else Recorder(NullTracker(), [])
 
     def _make_recorder(self, evaluates: bool) -> Recorder:
         alone = evaluates and self._fitted is None

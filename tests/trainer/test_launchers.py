@@ -30,6 +30,7 @@ from trainer import (
     debug_launcher,
     notebook_launcher,
 )
+from trainer.launch import LaunchError
 from trainer.launch.function_group import RankFailed, machines
 from trainer.state import PartialState
 
@@ -246,6 +247,36 @@ def test_machines_meet_at_the_first(monkeypatch):
     assert (other["backend"], other["endpoint"]) == ("c10d", "there:1")
     static = machines(num_nodes=2, backend="static", endpoint="", port="9", **common)
     assert static["endpoint"] == "node0:9"
+
+
+ANOTHER_MACHINE = """
+import sys
+from trainer import notebook_launcher
+def fail():
+    raise ValueError("no data here")
+notebook_launcher(fail, (), 1, num_nodes=2, node_rank=1, use_port=sys.argv[1])
+"""
+
+
+def test_a_failure_on_one_machine_ends_the_processes_of_the_others(notebook, monkeypatch):
+    def wait():
+        import threading
+
+        threading.Event().wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setattr("trainer.launch.group._GRACE", 0.0)
+    command = [sys.executable, "-c", ANOTHER_MACHINE, str(port)]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as other:
+        try:
+            with pytest.raises(LaunchError, match=r"rank 1 of 2 .* failed first: .* no data here"):
+                notebook_launcher(notebook(wait), (), 1, num_nodes=2, use_port=port)
+            _, said = other.communicate()
+        finally:
+            other.kill()
+    assert said.rstrip().endswith("ValueError: no data here")
 
 
 # -- one process: this one -----------------------------------------------------------------------

@@ -191,10 +191,10 @@ class PreparedObjects:
             dtypes: See `trainer.optim.state.load_state`.
         """
         owners = {
-            **{_STEMS["optimizers"](n): each for n, each in enumerate(self.optimizers)},
-            **{_STEMS["schedulers"](n): each for n, each in enumerate(self.schedulers)},
+            **{_STEMS["optimizers"](n): owner for n, owner in enumerate(self.optimizers)},
+            **{_STEMS["schedulers"](n): owner for n, owner in enumerate(self.schedulers)},
             **({} if self.scaler is None else {"scaler": self.scaler}),
-            **{_STEMS["custom_objects"](n): each for n, each in enumerate(self.custom_objects)},
+            **{_STEMS["custom_objects"](n): owner for n, owner in enumerate(self.custom_objects)},
         }
         parts = {stem: PlacedState(owner, self.models, dtypes) for stem, owner in owners.items()}
         return {**parts, _LOADERS: StateFunctions(self._loaders, self._load_loaders)}
@@ -218,8 +218,8 @@ class PreparedObjects:
         }
         if self.engine is None:
             return parts
-        own = StateFunctions(self.engine.state_dict, self.engine.load_state_dicts)
-        return {"engine": own, **parts}
+        of_engine = StateFunctions(self.engine.state_dict, self.engine.load_state_dicts)
+        return {"engine": of_engine, **parts}
 
     def _load_hooks(self, saved: Sequence[Any]) -> None:
         # It may be empty, see `_check_rest`; otherwise the lengths are equal.
@@ -781,14 +781,14 @@ class _SavedProcesses:
         self._saved_by = reader.manifest["world_size"]
         self._as_many = self._saved_by == world_size
         numbers = _ranks_in(reader)
-        own = reader.tree(_rank_stem(rank)) if rank in numbers and self._as_many else {}
+        own_state = reader.tree(_rank_stem(rank)) if rank in numbers and self._as_many else {}
         # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
         sharded = prepared.mesh is not None
-        needs_all = (sharded and own.get("gradients")) or own.get("engine")
-        wanted = [rank] if own and not needs_all else numbers
-        self.states = {number: reader.tree(_rank_stem(number)) for number in wanted}
+        needs_all = (sharded and own_state.get("gradients")) or own_state.get("engine")
+        ranks_to_read = [rank] if own_state and not needs_all else numbers
+        self.states = {number: reader.tree(_rank_stem(number)) for number in ranks_to_read}
         self.first = self.states.get(rank) or self.states[min(self.states)]
-        self.is_own = bool(own)
+        self.is_own = bool(own_state)
 
     def _of_all(self, how: str, what: str) -> list[dict[str, Any]]:
         # The others are on another machine's disk, unless the main process has saved alone.
@@ -802,7 +802,8 @@ class _SavedProcesses:
 
     def gradients(self) -> dict[str, Any] | None:
         """Return the gradients that this process restores."""
-        saved = self.first.get("gradients")  # earlier releases saved none
+        # Earlier releases saved none.
+        saved: dict[str, Any] | None = self.first.get("gradients")
         if saved is not None and self._as_many and self._prepared.mesh is None:
             saved = gradients.for_rank([saved], 0, 1)
         elif saved is not None:
@@ -1034,8 +1035,8 @@ def _apply(
         values = placed(model, weights, assign=model_kwargs.get("assign", False))
         model.load_state_dict(values, **model_kwargs)
     restore(prepared.parts(dtypes), stored.trees, optional=("scaler", _LOADERS))
-    own = prepared.parts_of_rank()
-    restore(own, stored.own, optional=own.keys())
+    parts_of_rank = prepared.parts_of_rank()
+    restore(parts_of_rank, stored.own, optional=parts_of_rank.keys())
     if stored.first_rng is not None and "rng" not in stored.own:
         logger.warning(
             "%s was saved by fewer processes, or by the main process alone: rank %d starts with "

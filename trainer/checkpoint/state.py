@@ -78,7 +78,7 @@ def dtypes_of(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[int
     return {id(parameter): weights[name].dtype for name, parameter in named if name in weights}
 
 
-Parts: TypeAlias = "Mapping[str | tuple[str, ...], Stateful | None]"
+Parts: TypeAlias = "Mapping[Any, Stateful | None]"
 """Parts by their key in a tree.
 
 A part whose key is a tuple has several keys there; if it is empty, all that no other part has.

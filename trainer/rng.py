@@ -196,8 +196,25 @@ def _from_main(state: torch.Tensor) -> torch.Tensor:
     return shared.cpu()
 
 
+# Generators that libraries keep besides: functions that return and that load their states.
+_OF_LIBRARIES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
+
+
+def register_generators(
+    library: str, state: Callable[[], Any], load_state: Callable[[Any], object]
+) -> None:
+    """Let `isolated_rng` restore the generators of a library, too.
+
+    Args:
+        library: Its name.
+        state: Returns the states of its generators, which later draws do not change.
+        load_state: Takes what `state` returned.
+    """
+    _OF_LIBRARIES[library] = state, load_state
+
+
 @contextmanager
-def isolated_rng(seed: int | None = None) -> Iterator[None]:
+def isolated_rng(seed: int | None = None, *, libraries: bool = True) -> Iterator[None]:
     """Save the states of the global generators, and restore them after the block.
 
     Of torch's generators, these are the CPU generator and, if it is initialised, that of the
@@ -207,15 +224,17 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
     Args:
         seed: The seed for the generators inside the block; None keeps their states. Do not call
             `seed_generators` in the block: it seeds devices that are not restored.
+        libraries: Whether the generators of libraries are restored, see `register_generators`; the
+            seed is not theirs.
     """
-    put_back = isolate_rng(seed)
+    put_back = isolate_rng(seed, libraries=libraries)
     try:
         yield
     finally:
         put_back()
 
 
-def isolate_rng(seed: int | None = None) -> Callable[[], None]:
+def isolate_rng(seed: int | None = None, *, libraries: bool = True) -> Callable[[], None]:
     """Like entering `isolated_rng`; return a function that restores the generators."""
     again: list[Callable[[], object]] = []
 
@@ -224,7 +243,10 @@ def isolate_rng(seed: int | None = None) -> Callable[[], None]:
             each()
 
     try:
-        again.append(isolate_devices(seed))  # restored last: needs torch's seed
+        if libraries:
+            for state, load_state in _OF_LIBRARIES.values():
+                again.append(partial(load_state, state()))
+        again.append(isolate_devices(seed))  # restored last of torch's: needs torch's seed
         again.append(isolate_torch(seed))
         again.append(isolate_python(seed))
         again.append(isolate_numpy(seed))

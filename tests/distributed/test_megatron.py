@@ -341,6 +341,33 @@ def test_a_resumed_run_is_bit_identical(ranks, layout, precision, tmp_path):
     assert files == {".json", ".safetensors"}
 
 
+class GeneratorStates(Callback):
+    """Notes the states of the generator that megatron-core draws dropout from."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def note(self, *_: Any) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        self.states.append(get_cuda_rng_tracker().get_states()["model-parallel-rng"])
+
+    on_train_start = on_train_batch_end = on_train_epoch_end = note
+
+
+def test_a_dummy_batch_draws_nothing_from_the_generators_of_megatron_core(ranks2, tmp_path):
+    def generators() -> list[Tensor]:
+        states, data = GeneratorStates(), TensorDataset(TOKENS[:9])
+        run(tmp_path, LAYOUTS["dp2"][1], Dropout, data=data, callbacks=[states])
+        return states.states
+
+    first, second = ranks2(generators)
+    assert (len(first), len(second)) == (4, 3)  # rank 1 has no second batch
+    begun, after_its_batch, after_epoch = second
+    assert not torch.equal(begun, after_its_batch)
+    assert torch.equal(after_its_batch, after_epoch)
+
+
 class Terminated(Dropout):
     """One process receives SIGTERM in the fourth update."""
 

@@ -66,6 +66,12 @@ def cuda_on_cpu() -> Iterator[None]:
         with warnings.catch_warnings():
             # Of kernels that are not installed, and of its own defaults.
             warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed")
+            from megatron.core.tensor_parallel import random
+
+            # By which its generators take the place of the global one for a while.
+            patch.setattr(
+                random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)
+            )
             yield
 
 

@@ -47,7 +47,7 @@ from trainer.optim.optimizer import parameters_of, twin_of
 from trainer.optim.state import keeps_on_host
 from trainer.optim.weighting import loss_of, scale_
 from trainer.precision import unwrap_forward
-from trainer.rng import isolated_rng, mix, seed_local
+from trainer.rng import isolated_rng, mix, register_generators, seed_local
 from trainer.tree import as_bytes, find_batch_size
 
 _TRACKER = "megatron_rng"
@@ -235,13 +235,18 @@ class Megatron(DrivesOptimizer):
 
     def _share_seed(self) -> None:
         """Seed megatron-core's own generators, such as for the dropout inside divided layers."""
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        from megatron.core.tensor_parallel import (
+            get_cuda_rng_tracker,
+            model_parallel_cuda_manual_seed,
+        )
 
+        tracker = get_cuda_rng_tracker()
         seed = (
             mix(broadcast_object(torch.initial_seed()), self.parallel.dp_rank, self._stage) % 2**31
         )
-        with isolated_rng():  # it seeds the global one, too
+        with isolated_rng(libraries=False):  # it seeds the global one, too
             model_parallel_cuda_manual_seed(seed)
+        register_generators("megatron-core", tracker.get_states, tracker.set_states)
 
     # -- placing -----------------------------------------------------------------------------------
 
@@ -513,7 +518,7 @@ class Megatron(DrivesOptimizer):
                     return self._zero_output(), _without_metrics
                 with (
                     autocast(),
-                    isolated_rng(mix(self._seed, micro.number)),
+                    isolated_rng(mix(self._seed, micro.number), libraries=False),
                     forbid_collectives(_OTHER_STAGES),
                 ):
                     loss = self._loss(micro, others)

@@ -315,8 +315,11 @@ def serve() -> None:
         faulthandler.enable(stacks, all_threads=True)
         connection.send_bytes(cloudpickle.dumps(_join(folder)))
         gc.collect()
-        gc.freeze()  # collections between tests skip everything that exists now
+        modules = 0
         while message := _next(connection):
+            if len(sys.modules) > modules:  # collections skip what was imported, which takes long
+                gc.freeze()
+                modules = len(sys.modules)
             faulthandler.enable(stacks, all_threads=True)  # a call may have turned it off
             reply = cloudpickle.dumps(_answer(message, folder))
             _save_coverage()

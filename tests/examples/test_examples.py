@@ -1,4 +1,4 @@
-"""Every example runs as a user runs it: a process of its own, warnings as errors."""
+"""Every example runs with warnings as errors, on one process and on two."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.helpers.programs import run_command, run_on_ranks, run_script
 from tests.helpers.requires import requires_pipelining
 from tests.helpers.services import comet_runs, wandb_runs
-from tests.helpers.terminal import without_gloo
 from trackers import read_metrics
 from trainer import Accelerator
 
@@ -39,35 +39,33 @@ load_digits = pytest.importorskip("sklearn.datasets").load_digits
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Errors, but for those of torchao 0.16, which fits torch 2.9, when it is imported.
 WARNINGS = "error,ignore:Importing :DeprecationWarning"
-TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 DIGITS_FOR_VALIDATION = 359
 
 
-def run(*arguments: object, processes: int = 1, expect: int = 0) -> str:
-    """Run an example in the working folder; return what it printed, errors where it must fail."""
-    launcher = () if processes == 1 else TWO_PROCESSES
-    command = [
-        sys.executable,
-        *launcher,
-        str(EXAMPLES / str(arguments[0])),
-        *map(str, arguments[1:]),
-    ]
-    started = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+@pytest.fixture
+def run(ranks):
+    """Runs an example in the working folder, on ranks if on several; returns what it printed."""
+
+    def on_processes(name: str, *arguments: object, processes: int = 1) -> str:
+        path = str(EXAMPLES / name)
+        if processes == 1:
+            return run_script(path, *arguments)
+        return run_on_ranks(ranks(processes), path, *arguments)
+
+    return on_processes
+
+
+def run_apart(*arguments: object, expect: int = 0) -> str:
+    """Run an example in a process of its own; return what it printed, errors where it must fail."""
+    started = subprocess.run(
+        [sys.executable, str(EXAMPLES / str(arguments[0])), *map(str, arguments[1:])],
+        capture_output=True,
         text=True,
-        start_new_session=True,  # so that a hanging one ends with its children
         env={**os.environ, "PYTHONWARNINGS": WARNINGS, "OMP_NUM_THREADS": "1"},
+        timeout=240,
     )
-    try:
-        output, errors = started.communicate(timeout=240)
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-            started.communicate()
-    assert started.returncode == expect, f"{output}\n{errors}"
-    return errors if expect else without_gloo(output)
+    assert started.returncode == expect, f"{started.stdout}\n{started.stderr}"
+    return started.stderr if expect else started.stdout
 
 
 def load_example(name: str) -> ModuleType:
@@ -105,7 +103,7 @@ def test_the_index_lists_every_example_with_its_command():
 # -- digits ----------------------------------------------------------------------------------------
 
 
-def test_digits_reaches_its_accuracy_and_a_second_start_adds_nothing(tmp_path):
+def test_digits_reaches_its_accuracy_and_a_second_start_adds_nothing(run, tmp_path):
     output = run("digits.py", "--project-dir", "runs/digits")
     final, best = re.findall(r"0\.\d{4}", printed(output, "accuracy"))
     assert float(final) > 0.96
@@ -126,7 +124,7 @@ def test_digits_reaches_its_accuracy_and_a_second_start_adds_nothing(tmp_path):
     assert series(tmp_path / "runs/digits", "val/accuracy") == accuracies
 
 
-def test_digits_is_the_same_run_on_two_processes(tmp_path):
+def test_digits_is_the_same_run_on_two_processes(run, tmp_path):
     run("digits.py", "--project-dir", "one", "--max-epochs", 4, "--batch-size", 32)
     run("digits.py", "--project-dir", "two", "--max-epochs", 4, "--batch-size", 16, processes=2)
     one, two = tmp_path / "one", tmp_path / "two"
@@ -138,7 +136,7 @@ def test_digits_is_the_same_run_on_two_processes(tmp_path):
 # -- transfer learning -----------------------------------------------------------------------------
 
 
-def test_transfer_learning_unfreezes_and_a_second_start_adds_nothing(tmp_path):
+def test_transfer_learning_unfreezes_and_a_second_start_adds_nothing(run, tmp_path):
     output = run("transfer_learning.py", "--project-dir", "runs/transfer")
     accuracies = {name: float(printed(output, name)) for name in ("first", "transfer", "scratch")}
     assert accuracies["first"] > 0.98
@@ -157,13 +155,13 @@ def test_transfer_learning_unfreezes_and_a_second_start_adds_nothing(tmp_path):
 # -- own loop --------------------------------------------------------------------------------------
 
 
-def test_a_model_larger_than_memory_gives_the_same_outputs(tmp_path):
+def test_a_model_larger_than_memory_gives_the_same_outputs(run, tmp_path):
     output = run("larger_than_memory.py", "--depth", 6, "--memory", 60, "--folder", tmp_path)
     assert "2 layers in memory, 4 on disk" in output
     assert "outputs equal: True" in output
 
 
-def test_own_loop_has_the_same_accuracy_on_two_processes():
+def test_own_loop_has_the_same_accuracy_on_two_processes(run):
     one = run("own_loop.py", "--max-epochs", 6, "--batch-size", 16)
     two = run("own_loop.py", "--max-epochs", 6, "--batch-size", 8, processes=2)
     assert two == one
@@ -185,7 +183,7 @@ def test_all_trackers_have_the_same_run_offline_and_nothing_is_left_elsewhere(
     home.mkdir()
     monkeypatch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())  # it need not look for fonts
     monkeypatch.setenv("HOME", str(home))
-    output = run("all_trackers.py", "--project-dir", "runs/all", "--max-epochs", 2)
+    output = run_apart("all_trackers.py", "--project-dir", "runs/all", "--max-epochs", 2)
     folder = tmp_path / "runs/all"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "runs"]
     assert list(tmp_path.joinpath("runs").iterdir()) == [folder]
@@ -231,7 +229,7 @@ def test_all_trackers_have_the_same_run_offline_and_nothing_is_left_elsewhere(
 
 
 @pytest.mark.parametrize(("processes", "batch_size"), [(1, 16), (2, 8)])
-def test_every_member_of_the_accelerator_is_used_at_work(tmp_path, processes, batch_size):
+def test_every_member_of_the_accelerator_is_used_at_work(run, tmp_path, processes, batch_size):
     options = ("--max-epochs", 4, "--batch-size", batch_size)
     output = run("every_member.py", *options, processes=processes)
     assert printed(output, "processes") == str(processes)
@@ -242,7 +240,7 @@ def test_every_member_of_the_accelerator_is_used_at_work(tmp_path, processes, ba
     assert list((project / "digits").glob("events.out.tfevents.*"))
 
 
-def test_every_member_may_run_again_in_the_same_folder(tmp_path):
+def test_every_member_may_run_again_in_the_same_folder(run, tmp_path):
     options = ("--max-epochs", 3, "--batch-size", 64)
     run("every_member.py", *options, processes=1)
     output = run("every_member.py", *options, processes=1)
@@ -251,7 +249,9 @@ def test_every_member_may_run_again_in_the_same_folder(tmp_path):
     assert sorted(path.name for path in numbered) == ["checkpoint_4", "checkpoint_5"]
 
 
-def test_predictions_in_files_are_in_the_order_of_the_dataset_on_any_number_of_processes(tmp_path):
+def test_predictions_in_files_are_in_the_order_of_the_dataset_on_any_number_of_processes(
+    run, tmp_path
+):
     found = []
     for processes, batch_size in ((1, 32), (2, 16)):
         project = f"runs/{processes}"
@@ -293,7 +293,7 @@ def test_every_member_leaves_no_method_out():
 
 
 @pytest.mark.parametrize(("processes", "batch_size"), [(1, 64), (2, 32)])
-def test_gan_generates_what_looks_like_digits(tmp_path, processes, batch_size):
+def test_gan_generates_what_looks_like_digits(run, tmp_path, processes, batch_size):
     output = run("gan.py", "--max-epochs", 15, "--batch-size", batch_size, processes=processes)
     for name in ("generator", "discriminator"):
         values = series(tmp_path / "runs/gan", f"loss/{name}")
@@ -333,7 +333,7 @@ def write_data(folder: Path, suffix: str) -> None:
         write_idx(folder / f"{part}-labels-idx1-ubyte{suffix}", labels)
 
 
-def test_fashion_mnist_learns_from_compressed_and_plain_files(tmp_path):
+def test_fashion_mnist_learns_from_compressed_and_plain_files(run, tmp_path):
     outputs = []
     for suffix in ("", ".gz"):
         name = f"data{suffix}"
@@ -350,7 +350,7 @@ def test_fashion_mnist_learns_from_compressed_and_plain_files(tmp_path):
 def test_fashion_mnist_says_where_missing_files_are_to_be_had(tmp_path):
     write_data(tmp_path / "data", "")
     (tmp_path / "data" / "t10k-labels-idx1-ubyte").unlink()
-    errors = run("fashion_mnist.py", "--data-dir", "data", expect=1)
+    errors = run_apart("fashion_mnist.py", "--data-dir", "data", expect=1)
     assert errors.startswith("data lacks t10k-labels-idx1-ubyte (")
     assert "apt install dataset-fashion-mnist" in errors
     assert "--data-dir" in errors
@@ -393,7 +393,7 @@ def folds(project_dir: Path) -> list[dict[str, object]]:
     return left
 
 
-def test_cross_validation_goes_on_in_the_fold_that_was_killed(tmp_path):
+def test_cross_validation_goes_on_in_the_fold_that_was_killed(run, tmp_path):
     options = ("cross_validation.py", "--folds", 3, "--max-epochs", 4, "--batch-size", 64)
     output = run(*options, "--project-dir", "whole")
     accuracies = [float(value) for value in re.findall(r"^fold-\d  (\S+)$", output, re.MULTILINE)]
@@ -436,8 +436,9 @@ def entropy(counts: Counter[str]) -> float:
 
 
 @pytest.mark.timeout(900)  # a minute and a half, on a machine that may be busy with others
-def test_language_model_learns_more_than_frequencies(tmp_path):
-    output = run("language_model.py", "--max-steps", 32, "--project-dir", "runs/lm")
+def test_language_model_learns_more_than_frequencies(run, tmp_path):
+    options = ("--max-steps", 32, "--batch-size", 16, "--project-dir", "runs/lm")
+    output = run("language_model.py", *options)
     bits = {
         name: float(printed(output, name).split()[0])
         for name in ("unigram", "bigram", "untrained", "trained")
@@ -464,46 +465,53 @@ def test_language_model_learns_more_than_frequencies(tmp_path):
 # -- large models ----------------------------------------------------------------------------------
 
 
-def launch(
-    *arguments: object, processes: int, kill_at: Path | None = None, options: tuple[str, ...] = ()
-) -> str:
-    """Run an example under `trainer launch`; kill all its processes once a path is there."""
-    # peft uses a name that transformers has replaced, and DeepSpeed imports inductor.
-    ignored = "ignore::FutureWarning,ignore::DeprecationWarning:torch.jit._script"
+def launch_and_kill(*arguments: object, kill_at: Path) -> None:
+    """Run an example under `trainer launch` on two processes; kill all once a path is there."""
+    command = (*("-m", "trainer", "launch", "--cpu", "--num_processes", "2"), *map(str, arguments))
     started = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "trainer", "launch", "--cpu", "--num_processes"),
-            *(str(processes), *options, str(EXAMPLES / str(arguments[0]))),
-            *map(str, arguments[1:]),
-        ],
+        [sys.executable, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # so that a hanging one ends with its children
-        env={**os.environ, "PYTHONWARNINGS": f"{WARNINGS},{ignored}", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONWARNINGS": WARNINGS, "OMP_NUM_THREADS": "1"},
     )
     try:
-        while kill_at is not None and started.poll() is None and not kill_at.exists():
+        while started.poll() is None and not kill_at.exists():
             time.sleep(0.01)
-        if kill_at is not None:
-            launcher = psutil.Process(started.pid)
-            for process in (*launcher.children(recursive=True), launcher):
-                process.kill()
+        launcher = psutil.Process(started.pid)
+        for process in (*launcher.children(recursive=True), launcher):
+            process.kill()
         output, errors = started.communicate(timeout=400)
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
             started.communicate()
-    assert started.returncode == (0 if kill_at is None else -signal.SIGKILL), f"{output}\n{errors}"
-    return without_gloo(output)
+    assert started.returncode == -signal.SIGKILL, f"{output}\n{errors}"
+
+
+@pytest.fixture
+def launch(ranks):
+    """Runs an example as `trainer launch` does, with options of it."""
+
+    def launched(
+        name: str, *arguments: object, processes: int, options: tuple[str, ...] = ()
+    ) -> str:
+        words = ("trainer", "launch", "--cpu", "--num_processes", processes, *options)
+        words += (EXAMPLES / name, *arguments)
+        return run_command(ranks, [str(word) for word in words])
+
+    return launched
 
 
 @pytest.mark.timeout(900)  # a minute, on a machine that may be busy with others
-def test_large_language_model_is_killed_resumed_merged_and_used_in_plain_pytorch(tmp_path):
+def test_large_language_model_is_killed_resumed_merged_and_used_in_plain_pytorch(
+    ranks, run, launch, tmp_path
+):
     name, outputs = "large_language_model.py", {}
     options = ("--max-steps", 24, "--save-every", 8, "--project-dir")
     killed = tmp_path / "killed/checkpoints/step-00000008"
-    launch(name, *options, "killed", "--batch-size", 8, processes=2, kill_at=killed)
+    launch_and_kill(EXAMPLES / name, *options, "killed", "--batch-size", 8, kill_at=killed)
     for folder, processes in (("one", 1), ("killed", 2)):
         batch_size = ("--batch-size", 16 // processes)
         outputs[folder] = launch(name, *options, folder, *batch_size, processes=processes)
@@ -518,15 +526,18 @@ def test_large_language_model_is_killed_resumed_merged_and_used_in_plain_pytorch
     merge, generate = (
         shlex.split(printed(outputs["killed"], each)) for each in ("merge", "generate")
     )
-    subprocess.run([sys.executable, "-m", *merge], check=True, capture_output=True, timeout=240)
+    run_command(ranks, merge)
     assert len(run(name, *generate[2:])) > 200  # what was generated, after the prompt
 
 
+# peft uses a name that transformers has replaced, and DeepSpeed imports inductor.
+OF_LIBRARIES = ("ignore::FutureWarning", "ignore::DeprecationWarning:torch.jit._script")
 ZERO = ("--use_deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "cpu")
 
 
 @pytest.mark.timeout(900)  # a minute, on a machine that may be busy with others
-def test_zero_trains_by_deepspeed_as_on_one_process_and_plain_pytorch_reads_it(tmp_path):
+@pytest.mark.filterwarnings(*OF_LIBRARIES)
+def test_zero_trains_by_deepspeed_as_on_one_process_and_plain_pytorch_reads_it(launch, tmp_path):
     def run_zero(processes: int, *options: str) -> str:
         words = ("--max-epochs", 2, "--batch-size", 32 // processes, "--project-dir", processes)
         return launch("zero.py", *words, processes=processes, options=options)
@@ -542,7 +553,8 @@ def test_zero_trains_by_deepspeed_as_on_one_process_and_plain_pytorch_reads_it(t
 
 
 @pytest.mark.timeout(900)  # a minute, on a machine that may be busy with others
-def test_finetune_lora_adapts_to_code_alike_on_two_processes(tmp_path):
+@pytest.mark.filterwarnings(*OF_LIBRARIES)
+def test_finetune_lora_adapts_to_code_alike_on_two_processes(launch, tmp_path):
     found = []
     for processes in (1, 2):
         options = ("--max-steps", 40, "--batch-size", 16 // processes, "--project-dir", processes)
@@ -558,7 +570,7 @@ def test_finetune_lora_adapts_to_code_alike_on_two_processes(tmp_path):
 # -- fp8 and pipelines -----------------------------------------------------------------------------
 
 
-def test_fp8_is_near_bf16_on_shards():
+def test_fp8_is_near_bf16_on_shards(run):
     pytest.importorskip("torchao")
     output = run("fp8.py", "--max-epochs", 2, "--batch-size", 16, "--fsdp", processes=2)
     (bf16, of_bf16), (fp8, of_fp8) = (
@@ -570,7 +582,7 @@ def test_fp8_is_near_bf16_on_shards():
 
 
 @requires_pipelining
-def test_a_pipeline_trains_alike_on_two_processes():
+def test_a_pipeline_trains_alike_on_two_processes(run):
     one = run("pipeline.py", "--max-epochs", 2)
     two = run("pipeline.py", "--max-epochs", 2, processes=2)
     assert printed(one, "files") == "model.safetensors"

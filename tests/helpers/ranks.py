@@ -45,6 +45,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+import tqdm
 
 from tests.helpers import isolation
 from trainer.launch.remote_call import with_files
@@ -308,6 +309,7 @@ def serve() -> None:
     """Run as one rank: form the group, then answer calls until the caller disconnects."""
     descriptor, folder, parent = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     _die_with(parent)
+    tqdm.tqdm.monitor_interval = 0  # the monitor is a thread that never ends
     connection = Connection(descriptor)
     # Data-loader workers must not keep the connection open when this process has died.
     os.register_at_fork(after_in_child=connection.close)

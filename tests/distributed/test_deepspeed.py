@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -190,29 +189,6 @@ class Plain(Adam):
         self.drop = nn.Identity()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_resumes_on_other_numbers_of_processes_and_without_deepspeed(
-    ranks2, ranks3, stage, tmp_path
-):
-    def run(name: str, epochs: int, stage: int | None = stage, **more: Any) -> Any:
-        options = {"max_epochs": epochs, "checkpointing": True, **more}
-        data = TensorDataset(X[:36], Y[:36])
-        return fit(tmp_path / name, stage, Plain, data, batch=12, **options)
-
-    run("one", 1, None)
-    ranks2(lambda: run("two", 1))
-    expected = fit_all = run("whole", 2, None)
-    for name, copy in [("one", "a"), ("two", "b"), ("two", "c")]:
-        shutil.copytree(tmp_path / name, tmp_path / copy)
-    resume = {"ckpt_path": "auto"}
-    assert_equal(ranks3(lambda: run("a", 2, **resume)), expected, 1e-4)
-    assert_equal(ranks3(lambda: run("b", 2, **resume)), expected, 1e-4)
-    assert_equal([run("c", 2, None, **resume)], fit_all, 1e-4)
-
-
-# -- evaluation ---------------------------------------------------------------------------------
-
-
 # -- experts, and models of transformers ----------------------------------------------------------
 
 
@@ -326,12 +302,12 @@ def updated(model: Any, optimizer: Any, steps: Iterable[int], accelerator: Any =
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 2, 3])  # 1 has the optimizer of 2
 def test_the_state_of_every_group_is_saved_and_resumed(ranks2, stage, tmp_path):
     def run() -> Any:
         found = []
         for kind in OPTIMIZERS:
-            for saved_at in (0, 2, 5):
+            for saved_at in (0, 2):
                 accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin(stage))
                 model = Net()
                 model, optimizer = accelerator.prepare(model, grouped(model, kind))

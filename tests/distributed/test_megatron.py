@@ -163,7 +163,7 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 2e-6) -> None:
         assert each[3] == expected[3]
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2, cut", "pp2, dp2"])
 def test_it_trains_as_one_process_on_the_whole_batches(ranks, layout, tmp_path):
     processes, given = LAYOUTS[layout]
     options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
@@ -319,12 +319,10 @@ class Dropout(Tied):
         return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision"), [("tp2", "bf16"), ("pp2", "bf16"), ("tp2, pp2", "no")]
-)
-def test_a_resumed_run_is_bit_identical(ranks, layout, precision, tmp_path):
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_resumed_run_of_bfloat16_is_bit_identical(ranks, layout, tmp_path):
     processes, given = LAYOUTS[layout]
-    options = {"checkpointing": True, "shuffle": True, "mixed_precision": precision}
+    options = {"checkpointing": True, "shuffle": True, "mixed_precision": "bf16"}
     options |= {"max_epochs": None, "num_sanity_val_steps": 0}
 
     def train(name: str, steps: int, **more: Any) -> Any:

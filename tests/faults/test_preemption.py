@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import run_on_ranks, run_script
 from trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,18 +99,17 @@ def record(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in each.items() if key != "time"} for each in records]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+@pytest.fixture
+def whole(tmp_path):
     """The folder of an uninterrupted run on one process without workers."""
-    folder = tmp_path_factory.mktemp("whole")
-    code, _, errors = finish(start(folder, 0, -1, "run", "fork"))
-    assert code == 0, errors
-    return folder / "run"
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run_script("script.py", 0, -1, "whole", "fork")
+    return tmp_path / "whole"
 
 
 @pytest.mark.parametrize(
     ("number", "workers", "context"),
-    [(signal.SIGTERM, 0, "fork"), (signal.SIGINT, 2, "fork"), (signal.SIGTERM, 1, "spawn")],
+    [(signal.SIGINT, 2, "fork"), (signal.SIGTERM, 1, "spawn")],
 )
 def test_a_signal_saves_and_the_next_start_resumes(tmp_path, whole, number, workers, context):
     first = start(tmp_path, workers, 17, "run", context)  # inside the second of four epochs
@@ -151,9 +151,9 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert "done" not in output
 
 
-def test_two_processes_save_and_resume_together(tmp_path):
-    code, _, errors = finish(start(tmp_path, 0, -1, "whole", "fork", processes=2))
-    assert code == 0, errors
+def test_two_processes_save_and_resume_together(ranks2, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run_on_ranks(ranks2, "script.py", 0, -1, "whole", "fork")
     first = start(tmp_path, 0, 4, "run", "fork", processes=2)
     wait_for(first, "now")
     os.killpg(first.pid, signal.SIGINT)  # Ctrl-C reaches the launcher and both processes

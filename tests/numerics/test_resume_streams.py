@@ -208,12 +208,12 @@ def assert_resumed(whole: Any, resumed: Any, step: int) -> None:
 @pytest.mark.parametrize(
     ("name", "world", "workers", "options", "every"),
     [
-        ("resumable", 1, 0, {}, 1),
-        ("resumable", 1, 0, {"gradient_accumulation_steps": 2, "limit_train_batches": 5}, 1),
+        ("resumable", 1, 0, {}, 2),  # each place in an epoch of 7 updates is met
+        ("resumable", 1, 0, {"gradient_accumulation_steps": 2, "limit_train_batches": 5}, 2),
         ("resumable", 1, 3, {"gradient_accumulation_steps": 2}, 3),
-        ("resumable", 2, 0, {}, 1),
+        ("resumable", 2, 0, {}, 3),
         ("resumable", 2, 3, {"max_epochs": 2}, 3),
-        ("anew 4", 1, 0, {}, 2),
+        ("anew 4", 1, 0, {}, 3),
         (f"anew {SAMPLES}", 1, 0, {}, 1),  # one batch an epoch, at whose end nobody knows of it
         (f"anew {SAMPLES // 2}", 2, 0, {"limit_train_batches": 2}, 1),
         (f"anew {SAMPLES}", 1, 1, {}, 1),

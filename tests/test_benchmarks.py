@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from argparse import Namespace
+from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -59,6 +60,7 @@ from benchmarks.timing import (
     timed,
     unseen,
 )
+from tests.helpers import isolation
 from trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -556,10 +558,9 @@ def test_fsdp(ranks2):
     assert fsdp.names() == [*names, *fsdp.SAVED]
 
 
-@pytest.mark.parametrize("processes", [1, 2])  # torchrun chooses, and warns of it, only for more
-def test_each_process_uses_one_thread(processes, monkeypatch, capfd):
+def test_each_process_uses_one_thread(monkeypatch, capfd):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    arguments = ("--processes", processes, "--steps", 3, "--repeats", 1, "--rows", "by hand")
+    arguments = ("--processes", 2, "--steps", 3, "--repeats", 1, "--rows", "by hand")
     result = ddp.run(options("ddp", *arguments))
     assert result.machine["threads"] == "torch threads 1"
     assert "OMP_NUM_THREADS" not in capfd.readouterr().err
@@ -705,12 +706,30 @@ def test_without_a_device_the_transformer_says_so(monkeypatch, capsys):
 # -- a GPU, tried on the CPU -----------------------------------------------------------------------
 
 
-@pytest.mark.timeout(900)  # some minute on an idle machine
-def test_every_section_of_the_gpu_runs_small_on_the_cpu(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "RUNS", tmp_path / "runs")
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Measures the sections here: the libraries of the peers take seconds to import."""
+
+    def measured(name, seconds, folder, dry_run):
+        assert dry_run
+        isolation.reset_trainer_state()
+        ends = time.time() + seconds
+        run = gpu_sections.Run(device="cpu", tiny=True, ends=ends, keep=[].append, folder=folder)
+        try:
+            result = asdict(gpu_sections.SECTIONS[name].measure(run))
+        except Unavailable as reason:
+            return {"state": "skipped", "why": str(reason)}
+        failures = gpu._failures(result)
+        return {"state": "failed" if failures else "measured", "error": failures, "result": result}
+
+    monkeypatch.setattr(gpu, "_measured", measured)
+
+
+@pytest.mark.filterwarnings("default")  # what the peers use is theirs
+def test_every_section_of_the_gpu_runs_small_on_the_cpu(in_this_process, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
     arguments = ["gpu", "--dry-run", "--budget", "850", "--output", str(tmp_path / "out")]
     assert main(arguments) == 0, capsys.readouterr()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu.json", "gpu.log"}
     sections = json.loads((tmp_path / "out" / "gpu.json").read_text())["sections"]
     assert [*sections] == [*gpu_sections.SECTIONS]
     absent = [] if importlib.util.find_spec("torchao") else ["fp8"]
@@ -728,6 +747,17 @@ def test_every_section_of_the_gpu_runs_small_on_the_cpu(tmp_path, monkeypatch, c
     assert all(row["values"]["waits"] == 0 for row in sections["syncs"]["result"]["rows"])
     text = page.section(tmp_path / "out" / "gpu.json")
     assert all(f"**{name}**" in text for name in gpu_sections.SECTIONS)
+
+
+def test_a_section_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "RUNS", tmp_path / "runs")
+    arguments = ["gpu", "--dry-run", "--only", "copies", "--output", str(tmp_path / "out")]
+    assert main(arguments) == 0, capsys.readouterr()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu.json", "gpu.log"}
+    (entry,) = json.loads((tmp_path / "out" / "gpu.json").read_text())["sections"].values()
+    assert entry["state"] == "measured"
+    assert [bool(row["values"]) for row in entry["result"]["rows"]] == [True, True]
+    assert (tmp_path / "runs" / "copies-trace.json").exists()  # in the folder of that process
 
 
 def test_a_section_that_does_not_fit_the_budget_is_left_out(tmp_path, monkeypatch):

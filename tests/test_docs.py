@@ -2,8 +2,9 @@
 
 The Python blocks of a page share a namespace and a temporary folder, in which its shell commands
 run too, in the order of the page; the examples are there as well. A block with a title
-(```python title="train.py") is also a file of that name. What sets up an environment is not run;
-it must exist.
+(```python title="train.py") is also a file of that name. Commands run in this process, and scripts
+that they launch on live ranks; docs/launching.md launches processes, as users do. What sets up an
+environment is not run; it must exist.
 
 ``python tests/test_docs.py`` writes docs/reference.md anew.
 """
@@ -17,6 +18,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from glob import glob
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,8 @@ from typing import NamedTuple
 import pytest
 
 import trainer.configuration
+from tests.helpers.programs import run_command
+from tests.helpers.ranks import RankError
 from trainer.cli import COMMANDS
 from trainer.configuration.fields import settings_of
 
@@ -31,6 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REFERENCE = ROOT / "docs" / "reference.md"
 LANGUAGES = {"python", "bash", "console", "text", "yaml"}
+
+LAUNCHING = ROOT / "docs" / "launching.md"
+PLAIN = re.compile(r"(trainer|python) [^$|>]*")  # needs no shell, but for patterns of files
 
 PEFT = "ignore:`is_gradient_checkpointing` is deprecated"  # of transformers, which peft causes
 # It calls names that torch has renamed, and imports inductor.
@@ -101,7 +108,6 @@ def run_shell(command: str) -> None:
             "PATH": path,
             "PYTHONWARNINGS": f"error,{PEFT},{DEEPSPEED},{TORCHAO}",
             "OMP_NUM_THREADS": "1",
-            "HF_HOME": "hf",  # where `trainer config` writes
         },
     )
     try:
@@ -110,19 +116,36 @@ def run_shell(command: str) -> None:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
             started.communicate()
+    skip_if_old(output)
+    assert started.returncode == 0, f"{command}\n{output}"
+
+
+def skip_if_old(output: str) -> None:
+    """Skip the rest of a page if what was printed refuses an older torch by name."""
     lacks = re.search(r"needs torch (\d+)\.(\d+); this is torch (\d+)\.(\d+)", output)
     if lacks and tuple(map(int, lacks.groups()[2:])) < tuple(map(int, lacks.groups()[:2])):
-        pytest.skip(lacks[0])  # the rest of the page: an older torch is refused by name
-    assert started.returncode == 0, f"{command}\n{output}"
+        pytest.skip(lacks[0])
+
+
+def run_plain(command: str, ranks: object) -> None:
+    """Run a command without a shell, and without a new process."""
+    words = shlex.split(command, comments=True)
+    paths = [sorted(glob(word)) or [word] for word in words]
+    try:
+        run_command(ranks, [path for found in paths for path in found])
+    except RankError as error:
+        skip_if_old(str(error))
+        raise
 
 
 # Of torch, while it compiles; the second one it hides by other means than filters.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings(PEFT)
-@pytest.mark.timeout(900)  # a page may start thirty processes, each of which imports torch
+@pytest.mark.filterwarnings(PEFT, *DEEPSPEED.split(","))
+@pytest.mark.timeout(900)  # a page may start many processes, each of which imports torch
 @each_page
-def test_every_block_runs(page, tmp_path):
+def test_every_block_runs(page, ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", "hf")  # where `trainer config` writes
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     namespace: dict[str, object] = {"__name__": "page"}
     for block in blocks_of(page.read_text()):
@@ -133,7 +156,12 @@ def test_every_block_runs(page, tmp_path):
             exec(compile(source, str(page), "exec"), namespace)
         elif block.language in ("bash", "console"):
             for command in block.commands:
-                if not sets_up(command):
+                launches = page == LAUNCHING and re.match("trainer launch --(cpu|num)", command)
+                if sets_up(command):
+                    continue
+                if PLAIN.fullmatch(command) and not launches:
+                    run_plain(command, ranks)
+                else:
                     run_shell(command)
 
 

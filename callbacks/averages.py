@@ -33,7 +33,7 @@ class Averages:
     Attributes:
         values: The averages by name. Between `swap_in` and `swap_out`, an entry with the weight's
             own dtype holds the trained weight instead.
-        in_place: Whether the module currently holds the averages.
+        swapped_in: Whether the module currently holds the averages.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Averages:
         named = self._matched(_named(module))
         for name, average in self.values.items():
             if name not in self._trained:
-                swapped_in = named[name].detach().clone()
+                in_module = named[name].detach().clone()
                 named[name].copy_(average)
-                average.copy_(swapped_in)
+                average.copy_(in_module)
         for name, trained in self._trained.items():
             named[name].copy_(trained)
         self._trained = {}

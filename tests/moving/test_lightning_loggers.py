@@ -324,11 +324,14 @@ def test_a_csv_logger_records_after_a_fit(tmp_path):
     assert any(row["loss"] for row in rows)
 
 
-def test_two_fits_are_one_run_at_mlflow(tmp_path):
-    class Silent(type(make_net(L))):  # type: ignore[misc]
-        def on_train_start(self) -> None:
-            return
+class Silent(type(make_net(L))):  # type: ignore[misc]
+    """It does not use its logger itself."""
 
+    def on_train_start(self) -> None:
+        return
+
+
+def test_two_fits_are_one_run_at_mlflow(tmp_path):
     uri = mlflow_store(tmp_path)
     logger = MLFlowLogger("project", tracking_uri=uri, artifact_location=str(tmp_path))
     logger.experiment.log_param(logger.run_id, "before", 1)
@@ -338,6 +341,23 @@ def test_two_fits_are_one_run_at_mlflow(tmp_path):
     [run] = mlflow_runs(tmp_path)
     assert (run.status, run.params["before"]) == ("FINISHED", "1")
     assert {*run.metrics} >= {"between", "after", "loss"}
+
+
+def test_the_run_that_the_script_has_open_stays_its_own_at_mlflow(tmp_path, monkeypatch):
+    import mlflow
+
+    uri = mlflow_store(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    mlflow.set_tracking_uri(uri)
+    try:
+        with mlflow.start_run() as opened:
+            logger = MLFlowLogger("project", artifact_location=str(tmp_path))
+            fit(Silent(), tmp_path, logger=logger)
+            status = mlflow.MlflowClient(uri).get_run(opened.info.run_id).info.status
+    finally:
+        mlflow.set_tracking_uri(None)
+    assert logger.version != opened.info.run_id
+    assert status == "RUNNING"
 
 
 def test_a_logger_that_no_fit_has_used_records_at_the_end_of_the_program(tmp_path):

@@ -33,7 +33,7 @@ Slice = Callable[..., Any]  # see `DataLoaderDispatcher`
 # whether it belongs to the last global batch; the number of samples in the global batch without
 # padding, None if unknown; if that is unknown and some ranks have a batch that is only padding, the
 # number of ranks, from rank 0 on, whose batch is not.
-BatchFlags: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
+BatchWithFlags: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
 
 
 @dataclass(kw_only=True)
@@ -114,7 +114,7 @@ class PreparedLoader(DataLoader[Any]):
         self.iteration = 0
         self.end_of_dataloader = False
         self.remainder = -1
-        self._real_batches: int | None = None  # at the last batch, see `BatchFlags`
+        self._real_batches: int | None = None  # at the last batch, see `BatchWithFlags`
         self._all_end = False  # whether the current batch belongs to the last global batch
         self._unfinished = False
         self._resume_at = 0  # batches, over all ranks, that the resumed pass has read already
@@ -143,8 +143,8 @@ class PreparedLoader(DataLoader[Any]):
         """Create the epoch iterator that reads the user's loader on this process."""
 
     @abstractmethod
-    def _batches(self) -> Iterator[BatchFlags]:
-        """Yield this process's batches, with the facts that `BatchFlags` lists."""
+    def _batches(self) -> Iterator[BatchWithFlags]:
+        """Yield this process's batches, with the facts that `BatchWithFlags` lists."""
 
     def __iter__(self) -> Any:
         """Yield the batches of this process."""
@@ -549,7 +549,7 @@ class DataLoaderShard(PreparedLoader):
             rereads=True,
         )
 
-    def _batches(self) -> Iterator[BatchFlags]:
+    def _batches(self) -> Iterator[BatchWithFlags]:
         streams = self._streams
         self.epoch_iterator.start_global_batch = self.first_global_batch
         for current, following in lookahead(self.epoch_iterator.read(self._transfer(streams))):

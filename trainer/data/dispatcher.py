@@ -19,7 +19,13 @@ from trainer.data.batch import (
     unwrap_columns,
     wrap_columns,
 )
-from trainer.data.dataloader import BatchFlags, LoaderSettings, PreparedLoader, Slice, seed_of_order
+from trainer.data.dataloader import (
+    BatchWithFlags,
+    LoaderSettings,
+    PreparedLoader,
+    Slice,
+    seed_of_order,
+)
 from trainer.data.epoch_iterator import EpochIterator, lookahead
 from trainer.data.iterable import Position
 from trainer.data.prefetch import InFlight
@@ -139,7 +145,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _make_epoch_iterator(self, source: DataLoader[Any]) -> EpochIterator:
         return EpochIterator(source, seed=self.settings.seed, remember=True, rereads=True)
 
-    def _batches(self) -> Iterator[BatchFlags]:
+    def _batches(self) -> Iterator[BatchWithFlags]:
         plans = lookahead(self._transferred_plans()) if self.rank == 0 else iter(())
         following = self.world_size
         while following:

@@ -273,7 +273,10 @@ class Engine(Protocol):
         """Return the state of this process's engine for a checkpoint; empty if it has none."""
 
     def load_state_dicts(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the state from those of all processes that saved, in the order of their ranks."""
+        """Restore the state from those of all processes that saved, in the order of their ranks.
+
+        They may be of another engine: with other keys, and without this one's.
+        """
 
     def close(self) -> None:
         """Leave the module to other engines, also after a backward pass that has failed."""

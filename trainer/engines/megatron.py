@@ -240,13 +240,16 @@ class Megatron(DrivesOptimizer):
             model_parallel_cuda_manual_seed,
         )
 
-        tracker = get_cuda_rng_tracker()
         seed = (
             mix(broadcast_object(torch.initial_seed()), self.parallel.dp_rank, self._stage) % 2**31
         )
         with isolated_rng(libraries=False):  # it seeds the global one, too
             model_parallel_cuda_manual_seed(seed)
-        register_generators("megatron-core", tracker.get_states, tracker.set_states)
+        register_generators(
+            "megatron-core",
+            lambda: get_cuda_rng_tracker().get_states(),
+            lambda states: get_cuda_rng_tracker().set_states(states),
+        )
 
     # -- placing -----------------------------------------------------------------------------------
 

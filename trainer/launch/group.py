@@ -394,8 +394,9 @@ def _where(group: Group) -> str:
     host, _, port = group.endpoint.rpartition(":")
     numbered = group.backend == "static" or "is_host" in group.rendezvous
     return (
-        f"The same command must run on all machines; {'machine 0' if numbered else 'one of them'} "
-        f"must be {host}, and all must reach its port {port}."
+        "The same program must be launched on all machines; "
+        f"{'machine 0' if numbered else 'one of them'} must be {host}, and all must reach its port "
+        f"{port}."
     )
 
 

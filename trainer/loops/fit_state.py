@@ -177,10 +177,11 @@ def _stream(epoch_iterator: EpochIterator) -> Stateful:
 
 def _engine(engine: Engine) -> Stateful:
     def load(saved: RankStates) -> None:
-        # An empty value, such as DDP's without a communication hook, is no other engine's business.
-        values = [value for state in saved.states for value in state.values()]
+        # What no other part has: also of another engine, and gradients of manual optimisation.
+        states = [{k: v for k, v in state.items() if k != "gradients"} for state in saved.states]
+        values = [value for state in states for value in state.values()]
         if any(not isinstance(value, dict) or value for value in values):
-            engine.load_state_dicts(saved.states)
+            engine.load_state_dicts(states)
 
     return StateFunctions(engine.state_dict, load)
 

@@ -152,6 +152,7 @@ def run_untrained(
     if run.dp_size == 1:
         with torch.no_grad(), run.precision.autocast():
             outputs = run.bare_step("training_step")(batch, run.batch_idx)
+        drop_leftover_gradients(run, number)
         return outputs, run.engine.backward(None, stats)
     if micro_batch.present:
         with run.precision.autocast(), isolated_batch_norm(run.module, counts=True):

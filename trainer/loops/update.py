@@ -93,13 +93,14 @@ def joined(non_finite: bool | Tensor, bad_losses: float | Tensor) -> bool | Tens
 
     Args:
         non_finite: Whether a gradient is; on an accelerator a tensor of shape (), 1 or 0.
-        bad_losses: The number of ranks with a non-finite loss; a tensor if not on the host yet.
+        bad_losses: The number of ranks with a non-finite loss, above 0; a tensor, which may be 0,
+            if it is not on the host yet.
 
     Returns:
         A bool, or a tensor of shape () like `non_finite`.
     """
     if not isinstance(non_finite, Tensor):
-        return non_finite or bool(bad_losses > 0)
+        return non_finite or bool(bad_losses)
     if isinstance(bad_losses, Tensor):
         bad = bad_losses.to(non_finite, non_blocking=True).clamp(max=1.0)
         return torch.maximum(non_finite, bad)

@@ -148,7 +148,8 @@ def isolated_training_metrics(metrics: MetricStore, module: nn.Module) -> Iterat
     """Save and reset the metric objects that training has logged; restore them on exit.
 
     So the same object can serve training and the validations inside an epoch. Objects whose state
-    is inaccessible, or that training may not use, are recorded in `MetricStore.outer_updates`.
+    is inaccessible, or of which it is unknown whether training uses them, are recorded in
+    `MetricStore.outer_updates`.
     """
     logged = [*metrics.epoch("train").objects.values(), *metrics.step.objects.values()]
     by_id = {id(metric): metric for metric in [*logged, *metrics.stepwise.values()]}

@@ -83,8 +83,9 @@ class _OnHost(threading.local):
     """What the kernel needs on the CPU, made once: a new tensor takes half as long as the check."""
 
     def __init__(self) -> None:
-        self.scale = torch.ones((), dtype=torch.float32, device="cpu")
-        self.found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
+        with torch.inference_mode(False):  # whatever the context of the first check is
+            self.scale = torch.ones((), dtype=torch.float32, device="cpu")
+            self.found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 _ON_HOST = _OnHost()

@@ -408,13 +408,16 @@ class ParameterLists:
         """Refresh the lists if they may have changed; return whether parameters must be checked.
 
         That is: at the first update of each epoch, and whenever a parameter group is another list
-        or has another length. Comparing all parameters at every update would be slow. Unregistered
-        parameters are checked until a warning was logged.
+        or has another length, first or last parameter. Comparing all parameters at every update
+        would be slow. Unregistered parameters are checked until a warning was logged.
         """
         now, self.first = [epoch], not self._signature
         for optimizer in self._optimizers:
             for group in optimizer.optimizer.param_groups:
-                now += id(group["params"]), len(group["params"])
+                parameters = group["params"]
+                now += id(parameters), len(parameters)
+                if parameters:
+                    now += id(parameters[0]), id(parameters[-1])
         self.changed = now != self._signature
         if not self.changed:
             return bool(self.unregistered) and not self.warned

@@ -50,16 +50,14 @@ class LossWeighting:
         self.reference = state["reference"]
 
     def refer_to(self, items: float) -> None:
-        """Set the reference to the items of rank 0's first micro-batch, if it is not set yet.
+        """Set the reference to the items of rank 0's first micro-batch; collective.
 
-        The first call is collective. Call it before the forward pass, in which ranks that have
-        items may run other collectives.
+        Call it before the forward pass, in which ranks that have items may run other collectives.
 
         Args:
             items: The items of this rank's micro-batch.
         """
-        if self.reference is None:
-            self.reference = broadcast_object(items) or 1.0
+        self.reference = broadcast_object(items) or 1.0
 
     def weigh(self, loss: Tensor, items: float) -> Tensor:
         """Return ``loss × items ÷ nominal``; see the module's docstring.

@@ -247,7 +247,8 @@ def test_waiting_for_other_machines_is_shown_with_how_they_meet(monkeypatch, cap
     assert launch(*words) == 1
     said = capfd.readouterr().err
     how = f"machine 0 must be 127.0.0.1, and all must reach its port {port}."
-    assert f"still waiting for 2 machines. The same command must run on all machines; {how}" in said
+    same = "The same program must be launched on all machines"
+    assert f"still waiting for 2 machines. {same}; {how}" in said
     assert f"the launchers did not meet at 127.0.0.1:{port}: " in said
     assert said.rstrip().endswith(how)
 

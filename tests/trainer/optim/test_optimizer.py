@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from trainer.configuration import GradScalerKwargs
-from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
+from trainer.optim.finite import find_non_finite
+from trainer.optim.optimizer import AcceleratedOptimizer, ParameterLists, parameters_of
 from trainer.precision import Precision
 from trainer.state import GradientState
 
@@ -308,3 +310,32 @@ def test_a_step_need_not_take_a_closure(parameter):
     parameter.grad = torch.ones(1)
     AcceleratedOptimizer(Plain([parameter], lr=0.1), precision=Precision("no", CPU)).step()
     assert parameter.item() == 0.0
+
+
+@pytest.mark.parametrize("way", ["in place", "another group"])
+def test_parameters_that_are_replaced_inside_an_epoch_are_noticed(way):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    inner = torch.optim.SGD(module.parameters(), lr=0.5)
+    lists = ParameterLists(module, [AcceleratedOptimizer(inner, precision=Precision("no", CPU))])
+    assert lists.refresh(epoch=0)
+    assert not lists.refresh(epoch=0)
+    module[1] = torch.nn.Linear(3, 1)
+    if way == "in place":
+        inner.param_groups[0]["params"][2:] = module[1].parameters()
+    else:
+        inner.param_groups.clear()  # Python may put the new list where the old one was
+        inner.add_param_group({"params": list(module.parameters())})
+    assert lists.refresh(epoch=0)
+    assert all(any(p is q for q in lists.all) for p in module.parameters())
+
+
+def test_the_check_for_nan_works_after_a_first_one_in_inference_mode():
+    bad = torch.tensor([float("nan")])
+
+    def check() -> object:
+        with torch.inference_mode():
+            first = find_non_finite([torch.ones(1)])
+        return first, find_non_finite([bad]), find_non_finite([torch.ones(1)])
+
+    with ThreadPoolExecutor(1) as thread:  # in which no check has run yet
+        assert thread.submit(check).result() == (False, True, False)

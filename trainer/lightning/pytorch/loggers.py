@@ -697,7 +697,7 @@ class MLFlowLogger(Logger, MLflowTracker):
         )
 
         if run_id is None:  # as under Lightning, not in the run that the script has open
-            self._given, self._joined = environment.read("MLFLOW_RUN_ID"), False
+            self._requested_run_id, self._joined = environment.read("MLFLOW_RUN_ID"), False
 
     def start(self) -> None:
         """Begin the run, or continue it: a fit sets its state at the end."""

@@ -481,10 +481,11 @@ class Trainer:
                 val_iterators,
                 chosen,
                 begun,
-                Stopping(requested=lambda: self._stop_requested, signalled=watch.exit_code),
+                Stopping(signalled=watch.exit_code),
             )
             setup.start_fit(self._context, run, chosen, weights, ckpt_path)
             self._run = self._fit = run
+            run.stopping.requested = self._stop_requested
             self._recorder, self._counters = run.recorder, run.counters
             tell_run_id(run.saving.run_id)
             begin_profile(run, [self._epoch_iterator])
@@ -960,7 +961,10 @@ class Trainer:
     def should_stop(self, stop: bool) -> None:
         self._stop_requested = stop
         run = self._fitting
-        if run is None or run.stopping.now == stop or not (run.deciding or run.world_size == 1):
+        if run is None:
+            return
+        run.stopping.requested = stop
+        if run.stopping.now == stop or not (run.deciding or run.world_size == 1):
             return
         # At a boundary all processes decide the same, from values that they share. If some do not,
         # the request is a vote, as it is elsewhere: nobody leaves the loop alone.

@@ -253,7 +253,7 @@ def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
     run.hooks.on_boundary()
     pending_saves = run.saving.pending_saves
     if run.world_size == 1:
-        due = bool(pending_saves)
+        due = bool(pending_saves.waiting)
     else:
         due = on_all_ranks or run.step_sync.latest.requested_saves > 0
     if due:

@@ -23,18 +23,18 @@ class PendingSaves:
 
     Args:
         save: Saves to a path with the given options; called at an update boundary.
+
+    Attributes:
+        waiting: The options of each save that was requested, by its path.
     """
 
     def __init__(self, save: Callable[..., object]) -> None:
         self._save = save
-        self._waiting: dict[Path, dict[str, Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: dict[Path, dict[str, Any]] = {}
 
     def add(self, target: Path, **options: Any) -> None:
         """Request a save."""
-        self._waiting[target] = options
+        self.waiting[target] = options
 
     def make(self, world_size: int) -> None:
         """Make the saves that any rank has requested, at an update boundary; collective.
@@ -42,20 +42,20 @@ class PendingSaves:
         Raises:
             CheckpointError: A save failed; raised on all ranks.
         """
-        saves = self._waiting if world_size == 1 else _of_all(self._waiting)
-        self._waiting = {}
+        saves = self.waiting if world_size == 1 else _of_all(self.waiting)
+        self.waiting = {}
         for target, options in saves.items():
             self._save(target, **options)
 
     def give_up(self) -> None:
         """Drop the pending saves, with a warning for each."""
-        for target in self._waiting:
+        for target in self.waiting:
             logger.warning(
                 "The checkpoint %s was not saved: it was requested inside a window that never "
                 "completed.",
                 target,
             )
-        self._waiting = {}
+        self.waiting = {}
 
 
 def _of_all(waiting: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:

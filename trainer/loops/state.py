@@ -289,7 +289,7 @@ class Stopping:
     """Who wants the run to stop; the other ranks learn of it at the next update.
 
     Attributes:
-        requested: Returns whether this process requests a stop.
+        requested: Whether this process requests a stop.
         signalled: Returns the exit code once a signal or the time budget ends this process, else
             None.
         exit_vote: Exchanges between ranks whether to abandon an evaluation.
@@ -297,8 +297,8 @@ class Stopping:
         number: The number of the fit in this program, alike on all ranks.
     """
 
-    requested: Final[Callable[[], bool]]
     signalled: Callable[[], int | None]
+    requested: bool = False
     exit_vote: Final[ExitVote] = field(default_factory=ExitVote)
     now: bool = False
     number: Final[int] = field(default_factory=partial(next, count()))
@@ -455,13 +455,13 @@ class FitRun(Run):
                 bad_losses = is_non_finite(loss)
         return StepStats(
             items if counts else 0.0,
-            stop_votes=1.0 if stopping.requested() else 0.0,
+            stop_votes=1.0 if stopping.requested else 0.0,
             signals=0.0 if stopping.signalled() is None else 1.0,
             # Alone, a process reads its own clock when it needs the time.
             seconds=self.clock if self.rank == 0 and self.world_size > 1 else 0.0,
             ended=1.0 if ended else 0.0,
             failed_saves=1.0 if saving.writer.failed else 0.0,
-            requested_saves=float(len(saving.pending_saves)),
+            requested_saves=float(len(saving.pending_saves.waiting)),
             ended_ranks=float(self.rank) if ended else 0.0,
             epoch_votes=1.0 if ends_epoch else 0.0,
             bad_losses=bad_losses,

@@ -97,7 +97,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         elif trains:
             window_items = skip_backward(run, stats)
         else:
-            outputs, window_items = run_untrained(
+            outputs, window_items = zero_gradient_step(
                 run, micro_batch, batch, number, stats, left_out=ends_epoch
             )
         if sync:
@@ -114,7 +114,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     return True
 
 
-def run_untrained(
+def zero_gradient_step(
     run: FitRun,
     micro_batch: GlobalBatch,
     batch: Any,
@@ -123,7 +123,7 @@ def run_untrained(
     *,
     left_out: bool,
 ) -> tuple[Any, float | Tensor]:
-    """Take part in a micro-batch from which this rank learns nothing.
+    """Take part in a micro-batch to which this rank contributes no gradient.
 
     It has no batch, or ``on_train_batch_start`` has left it out: other ranks may need the passes of
     a dummy batch, see `trainer.engines.lockstep`. Or its batch has no items (`count_items` is 0):
@@ -164,7 +164,7 @@ def run_untrained(
 def run_dummy(
     run: FitRun, batch: Any, number: int, stats: StepStats | None
 ) -> tuple[Any, float | Tensor]:
-    """Run forward and backward of a batch with a loss of 0; see `run_untrained`."""
+    """Run forward and backward of a batch with a loss of 0; see `zero_gradient_step`."""
     with run.engine.dummy():
         outputs = run.engine.forward("training_step", batch, run.batch_idx)
         drop_leftover_gradients(run, number)

@@ -69,7 +69,7 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
         return _any_non_finite_in_groups(present)
     found_inf = _ON_HOST.found_inf
     try:  # on the CPU one call takes several dtypes
-        torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, _ON_HOST.scale)
+        _set_if_non_finite(found_inf, present, _ON_HOST.scale)
     except RuntimeError:  # sparse or complex gradients, or several devices
         found_inf.zero_()
         return _any_non_finite_in_groups(present)
@@ -105,8 +105,12 @@ def _any_non_finite_in_groups(gradients: list[Tensor]) -> bool | Tensor:
 def _any_non_finite(gradients: list[Tensor]) -> Tensor:
     scale = _scalar_one(gradients[0].device)
     found_inf = torch.zeros_like(scale)
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, scale)  # no public name
+    _set_if_non_finite(found_inf, gradients, scale)
     return found_inf
+
+
+def _set_if_non_finite(flag: Tensor, gradients: list[Tensor], scale: Tensor) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scale)  # no public name
 
 
 def _any_non_finite_norm(gradients: list[Tensor]) -> Tensor:

@@ -65,6 +65,16 @@ def test_without_gradients_no_value_is_limited(parameters):
     assert gradients(parameters) == [[1.0, 0.0], None, [0.0, -3.0]]
 
 
+def test_an_optimizer_with_a_norm_of_its_own_is_left_out_of_the_norm_of_the_others(parameters):
+    own = [(torch.optim.SGD(parameters[:1]), Limits(max_norm=1.0))]
+    Clipping(Limits(max_norm=2.0), own).clip_(SingleDevice(options()), parameters)
+    assert gradients(parameters) == [
+        pytest.approx([1.0, 0.0], rel=1e-5),
+        None,
+        pytest.approx([0.0, -2.0], rel=1e-5),
+    ]
+
+
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
 @pytest.mark.parametrize("name", ["max_grad_norm", "max_grad_value"])
 def test_limits_that_are_not_positive_are_refused(name, limit):

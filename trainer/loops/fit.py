@@ -123,7 +123,8 @@ def train_epoch(run: FitRun) -> None:
     run.metrics.begin_epoch_values()
     if counters.global_batches == 0:  # else the run resumes inside the epoch
         restore_rng(run)
-        forget_epoch_votes(run)  # those of the previous epoch's last update
+        # Those that have ended the previous epoch, or came at its end.
+        run.step_sync.latest = run.step_sync.latest._replace(epoch_votes=0.0)
         before = plain_attributes(run.module)
         run.hooks.on_train_epoch_start()
         run.saving.epoch_attributes |= changed_attributes(run.module, before)
@@ -196,11 +197,6 @@ def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iter
         yield (replace(missing) for _ in range(run.optim.accumulation))
 
 
-def forget_epoch_votes(run: FitRun) -> None:
-    """Forget the votes to end the epoch, which have ended it, or came at its end."""
-    run.step_sync.latest = run.step_sync.latest._replace(epoch_votes=0.0)
-
-
 def finish_update(run: FitRun) -> None:
     """Do everything that is due after an update: log, validate, end the epoch, save, stop.
 
@@ -210,7 +206,6 @@ def finish_update(run: FitRun) -> None:
     if run.step_sync.latest.epoch_votes:  # on_train_batch_start returned -1 on some rank
         counters.epoch_complete = True
         run.data.epoch_iterator.leave()
-        forget_epoch_votes(run)
     if run.world_size > 1:
         check_data_ends_together(run)
     run.recorder.flush(arrived=counters.global_step)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -160,6 +161,19 @@ def test_every_tensor_is_the_same_on_another_layout(ranks2, ranks, saved, loaded
 
     expected = on(saved, save)
     assert_equal(on(loaded, load), expected)
+
+
+def test_replicas_of_shards_write_each_part_once(ranks, tmp_path):
+    def save() -> None:
+        config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(), parallelism_config=config)
+        accelerator.prepare(nn.Linear(16, 8))
+        accelerator.save_state(tmp_path / "state")
+
+    ranks(4)(save)
+    files = [load_file(file) for file in (tmp_path / "state").glob("shard-*.safetensors")]
+    parts = [part for tensors in files for part in tensors.values()]
+    assert sum(part.numel() for part in parts) == 16 * 8 + 8
 
 
 def test_gradients_that_are_whole_on_each_process_are_not_saved(ranks2, tmp_path):

@@ -33,6 +33,7 @@ FLOORS = {
     "trainer.strict_json": 0,
     "trainer.torch_compat": 0,
     "trainer.tree": 0,
+    "trainer.xla": 0,
     "callbacks": 1,
     "trackers": 1,
     "trainer.distributed.guards": 1,

@@ -41,6 +41,10 @@ def _check_device(mode: str, device: torch.device) -> None:
     Raises:
         ValueError: The device does not support it.
     """
+    if device.type == "xla" and mode != "bf16":
+        raise ValueError(
+            f"mixed_precision={mode!r} cannot be used on {device}: use 'bf16' or 'no' there."
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import numpy
 import torch
 
+from trainer import xla
 from trainer.checks import choice_error
 from trainer.distributed.collectives import broadcast
 from trainer.enums import RNGType
@@ -26,10 +27,12 @@ _MASK = (1 << 64) - 1
 # Without it cuBLAS is not deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _Words = ctypes.Array[ctypes.c_char]
-DEVICES_CAN_START = torch.backends.mps.is_built() or any(
-    getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")
+DEVICES_CAN_START = (
+    torch.backends.mps.is_built()
+    or any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
+    or xla.is_installed()
 )
-"""Whether this build of torch supports devices besides the CPU."""
+"""Whether this build of torch, or torch_xla, supports devices besides the CPU."""
 
 
 def mix(*values: int) -> int:
@@ -73,6 +76,8 @@ def seed_generators(seed: int) -> None:
     """Seed the global generators of Python, numpy and torch, on all devices."""
     random.seed(seed)
     torch.manual_seed(seed)
+    if xla.is_initialized():
+        xla.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
 
 
@@ -159,7 +164,7 @@ def synchronize_rng_states(
 
     Args:
         rng_types: The generators to synchronize: ``"torch"`` (torch's CPU generator), ``"cuda"``,
-            ``"xpu"`` or ``"mps"`` (the generator of the device), or ``"generator"`` for the
+            ``"xpu"``, ``"mps"`` or ``"xla"`` (the generator of the device), or ``"generator"`` for the
             argument `generator`.
         generator: The generator for ``"generator"``.
 
@@ -175,13 +180,13 @@ def synchronize_rng_states(
         elif kind == RNGType.TORCH:
             torch.set_rng_state(_from_main(torch.get_rng_state()))
         else:
-            device = getattr(torch, kind)
+            device = torch.mps if kind == "mps" else devices()[kind]
             device.set_rng_state(_from_main(device.get_rng_state()))
 
 
 def _parse_rng_type(kind: str | RNGType, generator: torch.Generator | None) -> str:
     used = PartialState().device.type
-    choices = ["torch", "generator", *({used} & {"cuda", "xpu", "mps"})]
+    choices = ["torch", "generator", *({used} & {"cuda", "xpu", "mps", "xla"})]
     if str(kind) not in choices:
         raise ValueError(
             f"{choice_error('rng_types', str(kind), choices)} This process uses {used}."
@@ -326,13 +331,13 @@ def deterministic(mode: bool | Literal["warn"]) -> Iterator[None]:
 
 
 def devices() -> dict[str, Any]:
-    """Return the torch modules of the device types that have one generator per device."""
-    return {"cuda": torch.cuda, "xpu": torch.xpu}
+    """Return the modules of the device types that have one generator per device."""
+    return {"cuda": torch.cuda, "xpu": torch.xpu, "xla": xla}
 
 
 def started() -> dict[str, Any]:
     """Return the entries of `devices` that are initialised."""
-    if not (torch.cuda.is_initialized() or torch.xpu.is_initialized()):
+    if not (torch.cuda.is_initialized() or torch.xpu.is_initialized() or xla.is_initialized()):
         return {}  # fast path, because this is called for every batch
     return {name: device for name, device in devices().items() if device.is_initialized()}
 
@@ -364,8 +369,9 @@ def isolate_devices(seed: int | None) -> Callable[[], object]:
 
 
 def _restore_devices(states: dict[str, tuple[Any, ...]]) -> None:
+    known = devices()
     for name, state in states.items():
-        getattr(torch, name).set_rng_state(*state)
+        known.get(name, torch.mps).set_rng_state(*state)
     for name, device in started().items():
         if name not in states:
             device.manual_seed_all(torch.initial_seed())

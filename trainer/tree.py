@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
+from trainer import xla
+
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a copy of a tree with `function` applied to every leaf.
@@ -331,6 +333,8 @@ def start_copy_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
     """
     # Into pageable memory, CUDA would make the host wait.
     pinned = tensor.device.type in ("cuda", "xpu")
+    if tensor.device.type == "xla":
+        return xla.start_copy_to_host(tensor)
     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
     host.copy_(tensor, non_blocking=True)
     return host, record_event(tensor.device)

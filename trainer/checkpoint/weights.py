@@ -175,8 +175,9 @@ def _bare(name: str) -> str:
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors if they are the same view of the same memory."""
-    if tensor.layout != torch.strided or type(tensor) not in PLAIN:
-        return (id(tensor),)  # it has no storage of its own, such as a DTensor; see `portable`
+    plain = tensor.layout == torch.strided and type(tensor) in PLAIN
+    if not plain or tensor.device.type == "xla":
+        return (id(tensor),)  # without an address, such as a DTensor; see `portable`
     memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     return *memory, tensor.is_conj(), tensor.is_neg()
 

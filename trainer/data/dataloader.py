@@ -24,6 +24,7 @@ from trainer.enums import RNGType
 from trainer.rng import as_types, next_seed, synchronize_rng_states
 from trainer.state import GradientState, PartialState
 from trainer.tree import children, to_device
+from trainer.xla import marker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -165,8 +166,10 @@ class PreparedLoader(DataLoader[Any]):
         global_batches = self._read_global_batches = [self.first_global_batch]
         state = self.gradient_state
         state._add_dataloader(self)
+        mark_step = marker(self.device)
         try:
             for batch, last, over, real, real_batches in self._batches():
+                mark_step()
                 global_batches[0] += 1
                 if self._reader is None:  # a state was loaded, but this pass continues
                     self._set_pass(iteration, unfinished=True)
@@ -181,6 +184,7 @@ class PreparedLoader(DataLoader[Any]):
                     self.remainder = 0 if real == self.total_batch_size else real
                 self.__dict__["_batch"] = batch  # setting an attribute of a DataLoader is slow
                 yield batch
+            mark_step()
             self._set_pass(self.iteration + 1, unfinished=False)
         except GeneratorExit:  # the caller left its loop with break
             state._keep_end(self)

@@ -227,6 +227,12 @@ class Engine(Protocol):
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context for the batches of an evaluation."""
 
+    def mark_step(self) -> None:
+        """Announce the end of an update, or of a batch of an evaluation or a prediction.
+
+        Devices that record operations start them here.
+        """
+
     def check_unknown_parameters(self) -> None:
         """Check that no gradients were left out of the averaging.
 

@@ -34,6 +34,10 @@ def choose_engine(options: EngineOptions, *, automatic: bool = False) -> Engine:
             f"parallelism_config has the sizes {config.to_json()}, whose product is "
             f"{config.total_size}; the number of processes is {options.world_size}."
         )
+    if options.device.type == "xla":
+        from trainer.engines.xla import XLADevice
+
+        return XLADevice(options)
     if options.world_size == 1:
         return SingleDevice(options)
     if options.fsdp_plugin is not None or config is not None:

@@ -161,6 +161,9 @@ class SingleDevice:
         """Do nothing: a step changes nothing that the engine has to put back."""
         return nullcontext()
 
+    def mark_step(self) -> None:
+        """Do nothing: the device runs each operation at once."""
+
     def check_unknown_parameters(self) -> None:
         """Do nothing: there are no other processes to average with."""
 

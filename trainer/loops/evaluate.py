@@ -175,6 +175,7 @@ def evaluate_loader(
             with run.precision.autocast():
                 outputs = step(batch, *where)
             getattr(hooks, f"on_{phase}_batch_end")(outputs, batch, *where)
+            run.engine.mark_step()
     return read_here
 
 

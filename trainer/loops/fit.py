@@ -214,6 +214,7 @@ def finish_update(run: FitRun) -> None:
     if run.intervals.log_due:
         record_step_metrics(run)
         run.intervals.log_due = False
+    run.engine.mark_step()
     if run.step_sync.latest.signals:
         preempt(run)
     before = run.intervals.val_schedule.before

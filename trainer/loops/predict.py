@@ -477,7 +477,9 @@ def predict_loader(
             hooks = batch_hooks(run.hooks, PREDICT, epoch_iterator, current)
             hooks.on_predict_batch_start(batch, *where)
             with run.precision.autocast():
-                output = to_host(step(batch, *where))
+                output = step(batch, *where)
+            run.engine.mark_step()
+            output = to_host(output)
             hooks.on_predict_batch_end(output, batch, *where)
             if keep:
                 outputs.append(output)

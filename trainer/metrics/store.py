@@ -24,13 +24,15 @@ from trainer.metrics.cells import (
     Value,
     computed,
     forget_call,
+    on_accelerator,
     scalar,
+    stacked,
     to_floats,
     value_of_call,
     weight_of,
 )
 from trainer.metrics.reduction import Reduction
-from trainer.tree import record_event
+from trainer.tree import start_copy_to_host
 
 RESERVED = frozenset({"step", "epoch", "time"})
 _HIDDEN = "\0"  # begins the hidden loader suffix of a name, with add_dataloader_idx=False
@@ -91,7 +93,8 @@ class MetricStore:
         self._slots: dict[tuple[Any, ...], list[_Slot]] = {}
         self._epoch_values: dict[str, Value] = {}  # values of finished epochs, for the progress bar
         self._shown_values: dict[str, float] = {}
-        self._copies: tuple[dict[str, Tensor], Any] | None = None  # in flight, and their event
+        # In flight: the values on the host, the names of the others, their copies and the event.
+        self._copies: tuple[dict[str, float], list[str], Tensor, Any] | None = None
         self._objects_shown: set[str] = set()  # metric objects that the progress bar shows
         self.stepwise: dict[str, Any] = {}
         self._computed: list[Any] = []  # metric objects to be reset
@@ -403,18 +406,18 @@ class MetricStore:
         """
         live = {_public_name(n): c.last for n, c in self.step.cells.items() if c.prog_bar}
         latest = live | {n: value for n, value in self._epoch_values.items() if n not in live}
-        if wait or self.device.type == "cpu":
+        away = on_accelerator(latest)
+        if wait or not away:
             self._copies, self._shown_values = None, to_floats(latest)
             return dict(self._shown_values)
-        if self._copies is not None and self._copies[1].query():
-            self._shown_values = {name: float(value) for name, value in self._copies[0].items()}
+        if self._copies is not None and self._copies[-1].query():
+            values, names, host, _ = self._copies
+            read = dict(zip(names, host.tolist(), strict=True))
+            self._shown_values = {name: read.get(name, value) for name, value in values.items()}
             self._copies = None
         if self._copies is None:
-            on_device = {
-                name: torch.as_tensor(value).to("cpu", non_blocking=True)
-                for name, value in latest.items()
-            }
-            self._copies = on_device, record_event(self.device)
+            on_host = {name: 0.0 if name in away else float(latest[name]) for name in latest}
+            self._copies = on_host, list(away), *start_copy_to_host(stacked(away.values()))
         return dict(self._shown_values)
 
 

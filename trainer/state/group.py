@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from trainer import environment
+from trainer import environment, xla
 from trainer.enums import DistributedType
 from trainer.errors import module_logger
 from trainer.state.network import choose_interface
@@ -39,6 +39,8 @@ _DISTRIBUTED = {
 
 def distributed_type(device: torch.device, world_size: int) -> DistributedType:
     """Return the kind of distributed run for a device type and a number of processes."""
+    if device.type == "xla":
+        return DistributedType.XLA
     if world_size == 1:
         return DistributedType.NO
     return _DISTRIBUTED.get(device.type, DistributedType.MULTI_CPU)
@@ -46,6 +48,8 @@ def distributed_type(device: torch.device, world_size: int) -> DistributedType:
 
 def default_device() -> torch.device:
     """Return the device type that a process uses by default, without an index."""
+    if xla.is_available():
+        return torch.device("xla")
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if kind is None else torch.device(kind.type)
 
@@ -56,8 +60,16 @@ def check_not_xla() -> None:
     ``PJRT_DEVICE`` may name the kind of device that the process uses anyway, such as the CPU.
 
     Raises:
-        NotImplementedError: It does.
+        NotImplementedError: It does, or asks torch_xla to change the dtype of all tensors.
     """
+    if xla.is_available():
+        for name in XLA_VARIABLES[2:]:
+            if (environment.read(name) or "").lower() not in environment.FALSE:
+                raise NotImplementedError(
+                    f"{name}={environment.read(name)} changes the dtype of all tensors: unset it, "
+                    "and pass mixed_precision='bf16' or Trainer(precision='bf16-true')."
+                )
+        return
     harmless = {*environment.FALSE, default_device().type}
     read = ((name, environment.read(name) or "") for name in XLA_VARIABLES)
     harmful = [f"{name}={value}" for name, value in read if value.lower() not in harmless]
@@ -89,6 +101,13 @@ def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
     kind = torch.device("cpu") if cpu else default_device()
     if kind.type == "cpu":
         return kind
+    if kind.type == "xla":
+        if launch.world_size > 1:
+            raise NotImplementedError(
+                f"There are {launch.world_size} processes, and PJRT_DEVICE asks for XLA devices, "
+                "which train in one process: start one, or unset PJRT_DEVICE."
+            )
+        return xla.start()
     if kind.type == "mps":
         # There is only one MPS device, and it has no collectives. Several processes use the CPU.
         return torch.device("mps" if launch.world_size == 1 else "cpu")

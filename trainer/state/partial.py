@@ -348,7 +348,7 @@ class PartialState(Shared):
 
 
 def _make_current(device: torch.device) -> None:
-    if device.type not in ("cpu", "mps"):
+    if device.type not in ("cpu", "mps", "xla"):
         torch.accelerator.set_device_index(device.index or 0)
 
 

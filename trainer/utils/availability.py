@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from trainer import environment
+from trainer import environment, xla
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,9 +136,19 @@ def is_megatron_lm_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether XLA devices can be used: always False, see docs/decisions/0011-no-xla.md."""
-    del check_is_tpu, check_is_gpu
-    return False
+    """Return whether torch_xla is installed, and ``PJRT_DEVICE`` says which devices it uses.
+
+    Args:
+        check_is_tpu: Return whether these are TPUs.
+        check_is_gpu: Return whether these are GPUs.
+
+    Raises:
+        ValueError: Both are to be checked.
+    """
+    if check_is_tpu and check_is_gpu:
+        raise ValueError("Pass check_is_tpu or check_is_gpu, not both.")
+    kinds = ("TPU",) * check_is_tpu + ("CUDA", "GPU") * check_is_gpu
+    return xla.is_available() and (not kinds or environment.read("PJRT_DEVICE") in kinds)
 
 
 def is_npu_available(check_device: bool = False) -> bool:

@@ -1,0 +1,151 @@
+"""XLA devices (TPUs) by torch_xla: the one module that imports it.
+
+An XLA device runs nothing until a graph ends: operations are recorded, and `sync` compiles and
+starts what was recorded. A graph of the same operations and shapes is compiled once. Reading a
+value earlier cuts the graph there, and what is cut in other places is compiled anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer import environment
+
+_graphs = 0  # the number of graphs that `sync` has ended
+_device: torch.device | None = None  # once it is in use
+
+
+def is_installed() -> bool:
+    """Return whether torch_xla is installed."""
+    return find_spec("torch_xla") is not None
+
+
+def is_available() -> bool:
+    """Return whether torch_xla is installed, and ``PJRT_DEVICE`` names a kind of device."""
+    named = environment.read("PJRT_DEVICE") or ""
+    return named.lower() not in environment.FALSE and is_installed()
+
+
+def is_initialized() -> bool:
+    """Return whether this process uses an XLA device."""
+    return _device is not None
+
+
+def start() -> torch.device:
+    """Return the XLA device of this process, whose generator has torch's seed from now on."""
+    global _device
+    if _device is None:
+        _device = import_module("torch_xla").device()
+        manual_seed(torch.initial_seed())
+    assert _device is not None
+    return _device
+
+
+def sync() -> None:
+    """End the graph: compile and start what was recorded since the last call, without waiting.
+
+    torch_xla would also advance the generator. It stays where it is, so that random numbers depend
+    only on those drawn before, and not on how often graphs end.
+    """
+    global _graphs
+    state = get_rng_state()
+    sys.modules["torch_xla"].sync()
+    set_rng_state(state)
+    _graphs += 1
+
+
+def marker(device: torch.device | str | int | None) -> Callable[[], object]:
+    """Return `sync` for an XLA device, and a function that does nothing for others."""
+    of_xla = device is not None and torch.device(device).type == "xla"
+    return sync if of_xla else _nothing
+
+
+def _nothing() -> None:
+    """Do nothing: the device runs each operation at once."""
+
+
+def start_copy_to_host(tensor: Tensor) -> tuple[Tensor, Arrival]:
+    """Like `trainer.tree.start_copy_to_host`: the copy, and what stands for an event."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return host, Arrival(host, tensor)
+
+
+class Arrival:
+    """A copy to host memory that is made when it is waited for: XLA has no events.
+
+    It has the methods of a ``torch.Event``.
+
+    Args:
+        host: The host memory.
+        tensor: The tensor; it may change afterwards.
+    """
+
+    def __init__(self, host: Tensor, tensor: Tensor) -> None:
+        self._host, self._tensor, self._graph = host, tensor.detach().clone(), _graphs
+
+    def query(self) -> bool:
+        """Return whether the graph with the value has ended, so that reading it cuts none."""
+        return self._graph < _graphs
+
+    def synchronize(self) -> None:
+        """End the graph with the value if it has not ended yet, and wait for the copy."""
+        if not self.query():
+            sync()
+        self._host.copy_(self._tensor)
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Put a module on an XLA device; its parameters stay the same objects.
+
+    Torch would replace them, so that tied ones would not be tied, and optimizers have old ones.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+# -- the generator of the device, with the functions of ``torch.cuda`` -----------------------------
+
+
+def device_count() -> int:
+    """Return the number of devices with a generator of their own in this process."""
+    return 1
+
+
+def current_device() -> int:
+    """Return the index of the current device."""
+    return 0
+
+
+def get_rng_state(device: int = 0) -> Tensor:  # noqa: ARG001 - there is one
+    """Return the state of the generator: a number, as 8 bytes."""
+    number = int(_xla_model().get_rng_state())
+    return torch.tensor(list(number.to_bytes(8, "little")), dtype=torch.uint8, device="cpu")
+
+
+def set_rng_state(state: Tensor, device: int = 0) -> None:  # noqa: ARG001 - there is one
+    """Restore the state of the generator, if the process uses the device."""
+    if is_initialized():
+        manual_seed(int.from_bytes(bytes(state.tolist()), "little"))
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the generator."""
+    _xla_model().set_rng_state(seed % 2**64)
+
+
+manual_seed_all = manual_seed
+
+
+def _xla_model() -> Any:
+    return import_module("torch_xla.core.xla_model")

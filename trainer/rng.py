@@ -164,8 +164,8 @@ def synchronize_rng_states(
 
     Args:
         rng_types: The generators to synchronize: ``"torch"`` (torch's CPU generator), ``"cuda"``,
-            ``"xpu"``, ``"mps"`` or ``"xla"`` (the generator of the device), or ``"generator"`` for the
-            argument `generator`.
+            ``"xpu"``, ``"mps"`` or ``"xla"`` (the generator of the device), or ``"generator"`` for
+            the argument `generator`.
         generator: The generator for ``"generator"``.
 
     Raises:

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer import xla
 from trainer.checkpoint.parts import StatePart, Write, files_of
 from trainer.checkpoint.save import Ranks
 from trainer.errors import CheckpointError, module_logger
-from trainer.tree import record_event
+from trainer.tree import record_event, start_copy_to_host
 
 logger = module_logger(__name__)
 
@@ -40,11 +41,18 @@ class HostCopies:
         they read.
         """
         copies: dict[tuple[int, str], Tensor] = {}
+        arrivals: list[Any] = []
         for number, part in enumerate(parts):
             for name, tensor in part.tensors.items():
-                copies[number, name] = self._copy(tensor, self._kept.get((number, name)))
+                if tensor.device.type == "xla":
+                    copies[number, name], arrival = start_copy_to_host(tensor)
+                    arrivals.append(arrival)
+                else:
+                    copies[number, name] = self._copy(tensor, self._kept.get((number, name)))
         self._kept = copies
-        arrivals = _events_of([tensor for part in parts for tensor in part.tensors.values()])
+        arrivals += _events_of([tensor for part in parts for tensor in part.tensors.values()])
+        if xla.is_initialized():
+            xla.sync()  # one graph with all copies; only this thread may end it
         writers = [part.write for part in parts]  # keep no reference to the live tensors
         files = files_of(parts)
 

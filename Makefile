@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-more test-torch test-long gpu gpu-tests lint format coverage clean help
+.PHONY: demo test test-more test-torch test-xla test-long gpu gpu-tests lint format coverage clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,19 @@ $(OTHER)/.ready: pyproject.toml constraints.txt
 
 test-torch: $(OTHER)/.ready  ## run every test with another torch: TORCH=2.9.1 PYTHON=python3.10
 	$(OTHER)/bin/python -m pytest $(IN_TWO)
+
+# 7 GB: too large for CI. torch_xla's newest release works with one release of torch.
+XLA := .venv-torch-xla
+
+$(XLA)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(XLA)
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check torch~=2.9.0 torch_xla~=2.9.0
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check \
+		pytest pytest-timeout --editable .
+	touch $@
+
+test-xla: $(XLA)/.ready  ## run the tests of XLA devices, on the CPU: PYTHON=python3.11
+	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/xla
 
 test-long: $(READY)  ## run the tests that take many minutes
 	$(BIN)/python -m pytest -m long

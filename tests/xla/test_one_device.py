@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch_xla.debug.metrics as counted
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks import ModelCheckpoint
 from tests.helpers import isolation
 from trainer import Accelerator, DistributedType, PartialState, Trainer, TrainModule, set_seed, xla
 from trainer.rng import isolated_rng, load_rng_state, rng_state
@@ -128,8 +130,9 @@ def test_an_update_and_a_batch_of_an_evaluation_run_once_and_compile_once(on_cpu
 @pytest.mark.parametrize("background", [False, True])
 def test_a_resumed_run_with_dropout_is_bit_identical(on_cpu, background):
     on_cpu(False)
-    whole = weights(fit("whole", model=Model(0.3), max_epochs=4))
-    fit("parts", model=Model(0.3), max_epochs=2)
+    saves = partial(ModelCheckpoint, background=background)
+    whole = weights(fit("whole", model=Model(0.3), max_epochs=4, callbacks=saves()))
+    fit("parts", model=Model(0.3), max_epochs=2, callbacks=saves())
     resumed = weights(fit("parts", model=Model(0.3), max_epochs=4, ckpt_path="auto"))
     assert torch.equal(resumed, whole)
     assert not torch.equal(weights(fit("other", max_epochs=4)), whole)

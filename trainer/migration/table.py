@@ -355,10 +355,10 @@ LIGHTNING_NAMES = {
     "pytorch.plugins": _PLUGIN,
     "pytorch.profilers.AdvancedProfiler": _MEASURED,
     "pytorch.profilers.Profiler": _MEASURED,
-    "pytorch.profilers.XLAProfiler": "XLA devices are not supported",
+    "pytorch.profilers.XLAProfiler": "XLA devices need none: set PJRT_DEVICE",
     "pytorch.serve": "export the model with torch.export or to_onnx",
     "pytorch.strategies.ModelParallelStrategy": "use trainer.Trainer(parallelism_config=...)",
-    "pytorch.strategies.XLAStrategy": "XLA devices are not supported",
+    "pytorch.strategies.XLAStrategy": "XLA devices need none: set PJRT_DEVICE",
     "pytorch.utilities.GradClipAlgorithmType": "write 'norm' or 'value'",
     "pytorch.utilities.LightningEnum": "use enum.Enum",
     "pytorch.utilities.disable_possible_user_warnings": "use warnings.filterwarnings",
@@ -455,7 +455,7 @@ _REASONS: dict[str, str] = {
     _STEPPED: "move_to_device patch_optimizer_step",
     "prepared loaders are those of prepare_data_loader": """
         DataLoaderStateMixin DataLoaderAdapter get_sampler""",
-    "XLA devices are not supported": "MpDeviceLoaderWrapper USE_TORCH_XLA install_xla prepare_tpu",
+    "XLA devices need none: set PJRT_DEVICE": "MpDeviceLoaderWrapper USE_TORCH_XLA install_xla prepare_tpu",
     _PIPELINE: "generate_device_map find_pippy_batch_size build_pipeline pippy_forward",
     "start processes with debug_launcher": "test_launch",
     "states are singletons of a process, which its threads share": """

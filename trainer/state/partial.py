@@ -37,7 +37,8 @@ class PartialState(Shared):
 
     Attributes:
         device: The device of this process.
-        distributed_type: The kind of device of the processes if there are several; else ``NO``.
+        distributed_type: The kind of device of the processes if there are several; else ``NO``, or
+            ``XLA`` on an XLA device.
         backend: The backend of the process group; None with one process.
         num_processes: The number of processes (world size).
         process_index: The global rank of this process.
@@ -48,7 +49,8 @@ class PartialState(Shared):
     Raises:
         ValueError: The launcher's variables contradict each other; there are more processes than
             devices on this machine; or `cpu` is requested after an accelerator was chosen.
-        NotImplementedError: The environment asks for XLA devices, such as by ``PJRT_DEVICE``.
+        NotImplementedError: The environment asks for XLA devices, such as by ``PJRT_DEVICE``, and
+            torch_xla is not installed, or there are several processes.
         AttributeError: An attribute is assigned to, or is read after ``_reset_state``.
     """
 

@@ -455,7 +455,8 @@ _REASONS: dict[str, str] = {
     _STEPPED: "move_to_device patch_optimizer_step",
     "prepared loaders are those of prepare_data_loader": """
         DataLoaderStateMixin DataLoaderAdapter get_sampler""",
-    "XLA devices need none: set PJRT_DEVICE": "MpDeviceLoaderWrapper USE_TORCH_XLA install_xla prepare_tpu",
+    "XLA devices need none: set PJRT_DEVICE": """
+        MpDeviceLoaderWrapper USE_TORCH_XLA install_xla prepare_tpu""",
     _PIPELINE: "generate_device_map find_pippy_batch_size build_pipeline pippy_forward",
     "start processes with debug_launcher": "test_launch",
     "states are singletons of a process, which its threads share": """

@@ -960,6 +960,7 @@ class _Strategy:
     def __class__(self) -> Any:
         kinds = {
             DistributedType.NO: SingleDeviceStrategy,
+            DistributedType.XLA: SingleDeviceStrategy,
             DistributedType.FSDP: FSDPStrategy,
             DistributedType.DEEPSPEED: DeepSpeedStrategy,
         }

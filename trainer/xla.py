@@ -55,9 +55,10 @@ def sync() -> None:
     only on those drawn before, and not on how often graphs end.
     """
     global _graphs
-    state = get_rng_state()
+    generator = _xla_model()
+    state = generator.get_rng_state()
     sys.modules["torch_xla"].sync()
-    set_rng_state(state)
+    generator.set_rng_state(state)
     _graphs += 1
 
 

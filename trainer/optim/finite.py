@@ -69,7 +69,7 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
         return _any_non_finite_in_groups(present)
     found_inf = _ON_HOST.found_inf
     try:  # on the CPU one call takes several dtypes
-        _set_if_non_finite(found_inf, present, _ON_HOST.scale)
+        _set_if_non_finite(found_inf, present)
     except RuntimeError:  # sparse or complex gradients, or several devices
         found_inf.zero_()
         return _any_non_finite_in_groups(present)
@@ -80,11 +80,10 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
 
 
 class _OnHost(threading.local):
-    """What the kernel needs on the CPU, made once: a new tensor takes half as long as the check."""
+    """The kernel's flag on the CPU, made once: a new tensor takes half as long as the check."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):  # whatever the context of the first check is
-            self.scale = torch.ones((), dtype=torch.float32, device="cpu")
             self.found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
@@ -103,13 +102,13 @@ def _any_non_finite_in_groups(gradients: list[Tensor]) -> bool | Tensor:
 
 
 def _any_non_finite(gradients: list[Tensor]) -> Tensor:
-    scale = _scalar_one(gradients[0].device)
-    found_inf = torch.zeros_like(scale)
-    _set_if_non_finite(found_inf, gradients, scale)
+    found_inf = torch.zeros_like(_scalar_one(gradients[0].device))
+    _set_if_non_finite(found_inf, gradients)
     return found_inf
 
 
-def _set_if_non_finite(flag: Tensor, gradients: list[Tensor], scale: Tensor) -> None:
+def _set_if_non_finite(flag: Tensor, gradients: list[Tensor]) -> None:
+    scale = _scalar_one(flag.device)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scale)  # no public name
 
 

@@ -157,7 +157,7 @@ def train(engine: Engine, fake: Any) -> tuple[TrainModule, torch.optim.Optimizer
         with torch.autocast("cpu", torch.bfloat16):
             loss = engine.forward("training_step", batch, 0)
         engine.backward(loss)
-        engine.clip_grad_norm_(module.parameters(), 1.0)
+        engine.gradients.clip_grad_norm_(module.parameters(), 1.0)
     with messages:  # of values that the host reads
         engine.sync_stats(StepStats(TOKENS, 0.0, 0.0, 0.0, 0.0))
     optimizer.step()

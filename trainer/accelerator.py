@@ -339,9 +339,7 @@ class Accelerator:
         It is ``FSDP`` if models are sharded over the processes, ``DEEPSPEED`` with DeepSpeed, and
         ``MEGATRON_LM`` with `megatron_lm_plugin`.
         """
-        sharded = self.engine.parallel.mesh is not None
-        kind = DistributedType.FSDP if sharded else self.engine.distributed_type
-        return kind or PartialState().distributed_type
+        return self.engine.parallel.distributed_type or PartialState().distributed_type
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
@@ -414,7 +412,7 @@ class Accelerator:
 
         Else the first process of each machine does.
         """
-        return self.is_fsdp2 or self.engine.full_state_on_rank0 or self.is_local_main_process
+        return self.is_fsdp2 or self.engine.driver is not None or self.is_local_main_process
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -766,8 +764,8 @@ class Accelerator:
             self.engine.prepare_optimizer(optimizer),
             self._placed(device_placement) is not None,
             precision=self.precision,
-            reduce=self.engine.reduce_gradients,
-            driver=self.engine.optimizer_driver,
+            reduce=self.engine.gradients.average,
+            driver=self.engine.driver,
         )
         self._optimizers.append(prepared)
         return prepared
@@ -792,7 +790,8 @@ class Accelerator:
             self.scheduler_tick == "update" or self.split_batches
         ):
             scheduler = scheduler.per_update(self.engine.parallel.dp_size)
-        used = self.engine.prepare_scheduler(scheduler)
+        driver = self.engine.driver
+        used: Any = scheduler if driver is None else driver.prepare_scheduler(scheduler)
         optimizers = [
             optimizer
             for optimizer in self._optimizers
@@ -803,7 +802,7 @@ class Accelerator:
             optimizers or list(self._optimizers),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
-            tick=None if used in self.engine.schedules else self.scheduler_tick,
+            tick=None if driver and used in driver.schedules else self.scheduler_tick,
             processes=self.engine.parallel.dp_size,
         )
         self._schedulers.append(prepared)
@@ -887,7 +886,7 @@ class Accelerator:
             run_on_all_ranks(operation, lambda: None, self.state, operation=name)
         elif not unwrap:
             return model.state_dict()
-        return (self._run_engine or self.engine).exported_state_dict(model)
+        return (self._run_engine or self.engine).weights.exported_state_dict(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop the references to all prepared objects, and empty the device's cache.
@@ -1163,7 +1162,7 @@ class Accelerator:
                 "does not change their number. Use another order, such as 2 or 'inf'."
             )
         parameters = self._unscaled(parameters)
-        return self.engine.clip_grad_norm_(parameters, max_norm, float(norm_type))
+        return self.engine.gradients.clip_grad_norm_(parameters, max_norm, float(norm_type))
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Unscale the gradients, then clip each of their elements.
@@ -1173,7 +1172,7 @@ class Accelerator:
             TypeError: `clip_value` is not a number.
         """
         _check_limit("clip_value", clip_value)
-        self.engine.clip_grad_value_(self._unscaled(parameters), clip_value)
+        self.engine.gradients.clip_grad_value_(self._unscaled(parameters), clip_value)
 
     def _unscaled(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         """Unscale the gradients of the optimizers that own a parameter; return the parameters.
@@ -1182,7 +1181,7 @@ class Accelerator:
         gradients to them.
         """
         chosen = as_list(parameters)
-        if self.scaler is not None or self.engine.reduce_gradients is not None:
+        if self.scaler is not None or self.engine.gradients.average is not None:
             ids = set(map(id, chosen))
             owners = [
                 optimizer
@@ -1250,7 +1249,7 @@ class Accelerator:
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         options = _bare(model), save_directory, max_shard_size, safe_serialization
         operation = f"Saving the model to {os.fspath(save_directory)}"
-        if self.engine.full_state_on_rank0:
+        if self.engine.driver is not None:
             state = self.get_state_dict(model)
             write = partial(write_model, *options, writes=self._writes, state=state)
             run_on_all_ranks(
@@ -1394,7 +1393,7 @@ class Accelerator:
     @property
     def _collects(self) -> bool:
         """Whether all processes take part in collecting a model's weights."""
-        return self.engine.parallel.mesh is not None or self.engine.full_state_on_rank0
+        return self.engine.parallel.divides_state
 
     @property
     def _writes(self) -> bool:

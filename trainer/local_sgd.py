@@ -45,7 +45,7 @@ class LocalSGD:
         check_type("accelerator", accelerator, Accelerator)
         check_counts(1, local_sgd_steps=local_sgd_steps)
         check_bools(enabled=enabled)
-        if accelerator.engine.parallel.mesh is not None or accelerator.engine.full_state_on_rank0:
+        if accelerator.engine.parallel.divides_state:
             raise NotImplementedError(
                 "LocalSGD needs the whole model on each process, which "
                 f"{accelerator.distributed_type} divides: train with DDP, or leave LocalSGD out."

@@ -1130,7 +1130,7 @@ class Trainer:
         """
         if not isinstance(self._run, FitRun):
             raise ValueError("gradient was called outside of fit: there are no gradients.")
-        return self._run.engine.gradient(parameter)
+        return self._run.engine.gradients.of(parameter)
 
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
         """Return the latest values logged with ``prog_bar=True``; also after a fit.
@@ -1193,10 +1193,10 @@ class Trainer:
         run.precision.unscale(optimizer.optimizer)
         parameters = parameters_of([optimizer])
         if max_grad_value is not None:
-            run.engine.clip_grad_value_(parameters, max_grad_value)
+            run.engine.gradients.clip_grad_value_(parameters, max_grad_value)
         if max_grad_norm is None:
             return None
-        return run.engine.clip_grad_norm_(parameters, max_grad_norm)
+        return run.engine.gradients.clip_grad_norm_(parameters, max_grad_norm)
 
     # -- internal ------------------------------------------------------------------------------
 
@@ -1248,6 +1248,9 @@ class Trainer:
         self._datamodule, self._module = datamodule, module
         settings = self._context.settings
         detects_anomaly = settings.detect_anomaly and name == "fit"
+        compiler = self.accelerator.dynamo_plugin
+        sharded = self.accelerator.engine.parallel.mesh is not None  # which compiles its units
+        compiles_steps = not (sharded or compiler.compiles_regions)
         with (
             self.accelerator.state._in_force(),
             watched(partial(self._place, name)) as note_place,
@@ -1257,8 +1260,8 @@ class Trainer:
             stage_of(self._context, name, module, datamodule, finish=self._finish) as stage,
             compiled_steps(
                 module,
-                () if self.accelerator.engine.compiles_units else steps_of(name, module),
-                self.accelerator.dynamo_plugin,
+                steps_of(name, module) if compiles_steps else (),
+                compiler,
                 self.accelerator.device,
             ),
         ):

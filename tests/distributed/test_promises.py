@@ -496,7 +496,7 @@ def train(case: EngineCase, folder: Path, steps: range) -> Any:
     if steps.start:
         accelerator.load_state(folder)
     norms, parts = [], []
-    reduced = case.has_gradients and accelerator.engine.reduce_gradients is None
+    reduced = case.has_gradients and accelerator.engine.gradients.average is None
     for step, (tokens, _) in enumerate(batches):
         if step not in steps:
             continue
@@ -504,7 +504,7 @@ def train(case: EngineCase, folder: Path, steps: range) -> Any:
             accelerator.backward(losses(model, tokens, case.is_gpt).mean())
             if accelerator.sync_gradients:
                 if reduced:
-                    gradients = map(accelerator.engine.gradient, model.parameters())
+                    gradients = map(accelerator.engine.gradients.of, model.parameters())
                     parts += [float(whole(gradient).norm()) for gradient in gradients]
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()

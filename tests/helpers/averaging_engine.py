@@ -23,13 +23,13 @@ class AverageAfterBackward(SingleDevice):
         super().start(module, step_sync)
         send_from(0, (*module.parameters(), *module.buffers()))
         if step_sync is not None and not module.automatic_optimization:
-            self.reduce_gradients = average_gradients
+            self.gradients.average = average_gradients
 
     def prepare_module(self, module: nn.Module, **options: Any) -> nn.Module:
         module = super().prepare_module(module, **options)
         if not options.get("evaluation_mode"):
             send_from(0, (*module.parameters(), *module.buffers()))
-            self.reduce_gradients = average_gradients  # there is no window: when optimizers step
+            self.gradients.average = average_gradients  # there is no window: when optimizers step
         return module
 
     def backward(

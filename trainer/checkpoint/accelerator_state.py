@@ -155,7 +155,7 @@ class PreparedObjects:
     @property
     def gathers(self) -> bool:
         """Whether the engine gathers the state on rank 0."""
-        return self.engine is not None and self.engine.full_state_on_rank0
+        return self.engine is not None and self.engine.driver is not None
 
     @property
     def replicated(self) -> bool:
@@ -163,8 +163,7 @@ class PreparedObjects:
         engine = self.engine
         if engine is None:
             return True
-        divided = self.mesh is not None or engine.full_state_on_rank0 or engine.is_model_parallel
-        return not divided and not any(engine.state_dict().values())
+        return not engine.parallel.divides_state and not any(engine.state_dict().values())
 
     @property
     def progress(self) -> list[Any]:
@@ -173,10 +172,10 @@ class PreparedObjects:
         return [call_counts.joint, self.step, steps]
 
     def reshard(self, *, drops_gradients: bool = False) -> None:
-        """See `trainer.engines.base.Engine.reshard`."""
+        """See `trainer.engines.base.Weights.reshard`."""
         if self.engine is not None:
             for model in self.models:
-                self.engine.reshard(model, drops_gradients=drops_gradients)
+                self.engine.weights.reshard(model, drops_gradients=drops_gradients)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -376,8 +375,8 @@ def _save(
         if processes.num_processes > 1 and processes.is_main_process:
             main_alone.forget()  # all have come
         prepared.reshard()
-        engine = prepared.engine
-        state_of = engine.full_state_dict if engine and prepared.gathers else bare_state_dict
+        engine = prepared.engine if prepared.gathers else None
+        state_of = engine.weights.full_state_dict if engine else bare_state_dict
         of_all_models.extend(map(state_of, models))
         weights.extend(of_all_models)
 
@@ -914,7 +913,7 @@ def _check(
         stored.weights[number] = weights = own_names(model, weights)
         described = None
         if prepared.engine is not None and prepared.gathers:
-            described = prepared.engine.described_weights(model)
+            described = prepared.engine.weights.described(model)
         _check_model(f"Model {number} of {stored.path}", model, weights, described, strict=strict)
         inspect.signature(model.load_state_dict).bind(weights, **model_kwargs)
     for number, optimizer in enumerate(prepared.optimizers):
@@ -1030,7 +1029,7 @@ def _apply(
     prepared.reshard(drops_gradients=True)
     for model, weights in zip(models, stored.weights, strict=False):
         if prepared.engine is not None and prepared.gathers:
-            load_whole(model, weights, prepared.engine.load_weights)
+            load_whole(model, weights, prepared.engine.weights.load)
             continue
         values = placed(model, weights, assign=model_kwargs.get("assign", False))
         model.load_state_dict(values, **model_kwargs)

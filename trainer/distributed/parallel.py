@@ -1,9 +1,11 @@
-"""Which share of the data a process reads, and what it counts for."""
+"""What a process has of the data and of the model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from trainer.enums import DistributedType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,11 @@ class Parallel:
         is_log_primary: Whether the logged values of this process count. False if another process,
             with another part of the same layers, logs the same values.
         mesh: The device mesh of all processes, if tensors of modules are sharded over it.
+        is_model_parallel: Whether processes hold different layers, or parts of layers, as plain
+            tensors: those of a ``DTensor`` know that they are parts.
+        divides_state: Whether no process has the whole state of the model and its optimizer.
+        forward_is_collective: Whether a forward pass is known to wait for the other processes.
+        distributed_type: `Accelerator.distributed_type`; None: by the number of processes.
     """
 
     dp_rank: int = 0
@@ -28,3 +35,7 @@ class Parallel:
     is_data_primary: bool = True
     is_log_primary: bool = True
     mesh: Any = None
+    is_model_parallel: bool = False
+    divides_state: bool = False
+    forward_is_collective: bool = False
+    distributed_type: DistributedType | None = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -30,9 +31,14 @@ from trainer.configuration import (
 )
 from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
-from trainer.enums import DistributedType
 from trainer.fp8 import TorchAOLayers, TransformerEngineLayers
+from trainer.names import bare_state_dict
+from trainer.optim.clipping import clip_
+from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import OptimizerDriver
+from trainer.optim.weighting import scale_
+
+_GRADIENT = attrgetter("grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,7 @@ class EngineOptions:
             ``"fp8"``.
         fp8_layers: Converts linear layers to 8 bits, for the precision ``"fp8"``.
         sync_each_batch: Reduce gradients after every micro-batch, not only at the end of a window.
-        dynamo_plugin: How an engine with `Engine.compiles_units` compiles its units.
+        dynamo_plugin: How it compiles parts of the module, such as its repeated blocks.
         timeout: The time limit of a collective; None: the default of torch.
         engine: The user's own engine, or None for the one that fits the processes.
         mesh: The device mesh of all processes, if an earlier engine has made it.
@@ -81,46 +87,116 @@ class EngineOptions:
     checks_gradients: bool = False
 
 
+class Gradients:
+    """The gradients of an update, in the parameters' ``grad``.
+
+    Engines that keep them elsewhere, or in parts, have a subclass.
+
+    Attributes:
+        average: Averages an optimizer's gradients over the processes when it steps; None if
+            backward has averaged them.
+    """
+
+    average: Callable[[Optimizer], None] | None = None
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of a parameter for the update that is due; None without one.
+
+        It is to be read only. Where an engine keeps gradients in parts outside of ``p.grad``, it is
+        whole, and the call is collective; where parameters are DTensors, it is one.
+
+        Raises:
+            RuntimeError: It is not reduced yet, as the window of micro-batches goes on.
+        """
+        return parameter.grad
+
+    def scale_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        """Multiply all gradients by a number or a tensor of shape (), in place."""
+        scale_(map(_GRADIENT, parameters), factor)
+
+    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
+        """Return whether a gradient is NaN or infinite, the same on all processes.
+
+        The result is a bool on the CPU, and on an accelerator a float32 tensor of shape (), 1 or 0;
+        it is None without gradients.
+        """
+        return find_non_finite(map(_GRADIENT, parameters))
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the gradients to a total norm of at most `max_norm`; return the norm before."""
+        norm = clip_(parameters, max_norm=max_norm, norm_type=norm_type)
+        assert norm is not None
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
+        """Limit the magnitude of each element of the gradients."""
+        clip_(parameters, max_value=max_value)
+
+
+class Weights:
+    """The parameters and buffers of a module, which each process has whole.
+
+    Engines whose processes have parts of them have a subclass.
+    """
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return whole tensors under the names of the user's module; collective."""
+        return bare_state_dict(module)
+
+    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return weights for use elsewhere, such as in 16 bits; see `full_state_dict`."""
+        return self.full_state_dict(module)
+
+    def described(self, module: nn.Module) -> Mapping[str, Any]:
+        """Return tensors of the names and shapes that the whole weights have, to compare with."""
+        return module.state_dict(keep_vars=True)
+
+    def load(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
+        """Copy weights that `full_state_dict` gave, on each process, into a module; collective."""
+        module.load_state_dict(weights)
+
+    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+        """Release gathered parameters, before the state of a module is saved or loaded.
+
+        Args:
+            module: The user's module.
+            drops_gradients: Forget gradients that are not in the parameters' ``grad``.
+
+        Raises:
+            RuntimeError: There are such gradients, and they are not to be dropped.
+        """
+
+
 class Engine(Protocol):
     """How modules run.
 
     Attributes:
         options: What it was made with.
-        parallel: Which share of the data this process reads, and whether its values count.
-        forward_is_collective: Whether a forward pass is known to wait for the other processes.
-        distributed_type: `Accelerator.distributed_type`; None: by the number of processes.
-        full_state_on_rank0: Whether `full_state_dict` and the optimizer's ``state_dict`` are
-            collective, and give everything to rank 0 alone: a checkpoint is not sharded.
-        is_model_parallel: Whether processes hold different layers, or parts of layers, as plain
-            tensors: those of a ``DTensor`` know that they are parts.
-        schedules: Schedules that it advances itself with each update, in a loop of your own.
-        optimizer_driver: The library that makes the updates and holds the optimizers' state, such
-            as DeepSpeed; None: torch's optimizers do.
-        compiles_units: Whether `start` compiles parts of the module; else the loop compiles its
-            steps.
-        reduce_gradients: Averages an optimizer's gradients over the processes when it steps; None
-            if backward has averaged them.
+        parallel: What this process has of the data and of the model.
+        driver: The library that makes the updates and holds the optimizers' state, such as
+            DeepSpeed; None: torch's optimizers do. A library's state, and its weights, are gathered
+            on rank 0 for a checkpoint.
     """
 
     options: EngineOptions
     parallel: Parallel
-    forward_is_collective: bool
-    distributed_type: DistributedType | None
-    full_state_on_rank0: bool
-    is_model_parallel: bool
-    schedules: Sequence[Any]
-    optimizer_driver: OptimizerDriver | None
-    compiles_units: bool
-    reduce_gradients: Callable[[Optimizer], None] | None
+    driver: OptimizerDriver | None
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of an update."""
+
+    @property
+    def weights(self) -> Weights:
+        """The parameters and buffers of the modules."""
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to use in its place, after the modules were prepared.
 
         An engine that replaces parameters puts the new ones into it.
         """
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return the scheduler to use in its place, after its optimizer was prepared."""
 
     # -- the models of a loop of your own ----------------------------------------------------------
 
@@ -144,32 +220,6 @@ class Engine(Protocol):
 
     def trigger_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward reduces, although forward was in `no_sync`."""
-
-    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return whole tensors under the names of the user's module; collective."""
-
-    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return weights for use elsewhere, such as in 16 bits; see `full_state_dict`."""
-
-    def described_weights(self, module: nn.Module) -> Mapping[str, Any]:
-        """Return tensors of the names and shapes that the whole weights have, to compare with."""
-
-    def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
-        """Copy weights that `full_state_dict` gave, on each process, into a module; collective.
-
-        It is called only if the engine `full_state_on_rank0`.
-        """
-
-    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
-        """Release gathered parameters, before the state of a module is saved or loaded.
-
-        Args:
-            module: The user's module.
-            drops_gradients: Forget gradients that are not in the parameters' ``grad``.
-
-        Raises:
-            RuntimeError: There are such gradients, and they are not to be dropped.
-        """
 
     # -- the steps of a fit ------------------------------------------------------------------------
 
@@ -242,36 +292,6 @@ class Engine(Protocol):
 
     def broadcast_buffers(self) -> None:
         """Make one process's buffers everybody's, before an evaluation or a save."""
-
-    # -- the update --------------------------------------------------------------------------------
-
-    def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        """Multiply all gradients by a number or a tensor of shape (), in place."""
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient of a parameter for the update that is due; None without one.
-
-        It is to be read only. Where an engine keeps gradients in parts outside of ``p.grad``, it is
-        whole, and the call is collective; where parameters are DTensors, it is one.
-
-        Raises:
-            RuntimeError: It is not reduced yet, as the window of micro-batches goes on.
-        """
-
-    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
-        """Return whether a gradient is NaN or infinite, the same on all processes.
-
-        The result is a bool on the CPU, and on an accelerator a float32 tensor of shape (), 1 or 0;
-        it is None without gradients.
-        """
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
-        """Scale the gradients to a total norm of at most `max_norm`; return the norm before."""
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
-        """Limit the magnitude of each element of the gradients."""
 
     # -- the state of the engine itself ------------------------------------------------------------
 

@@ -329,7 +329,7 @@ class Replicas(SingleDevice):
                 "uncompressed, when it steps. Leave it out."
             )
         super().start(module, step_sync)
-        self.reduce_gradients = partial(average_gradients, sparse=sparse_weights(module))
+        self.gradients.average = partial(average_gradients, sparse=sparse_weights(module))
         broadcast([*module.parameters(), *module.buffers()])
 
     # ARG002: an interface
@@ -427,7 +427,7 @@ class DataParallel(Replicas):
             ValueError: torch cannot run the communication hook here.
         """
         SingleDevice.start(self, module, step_sync)
-        self.forward_is_collective = has_sync_batch_norm(module)
+        self.parallel = replace(self.parallel, forward_is_collective=has_sync_batch_norm(module))
         self._arguments = self._kwargs or DistributedDataParallelKwargs(
             gradient_as_bucket_view=True
         )

@@ -16,6 +16,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import chain
 from typing import Any
@@ -30,8 +31,8 @@ from trainer.configuration import DeepSpeedPlugin
 from trainer.configuration.dummy_optimizers import DummyOptim, DummyScheduler
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.step_sync import StepStats, StepSync
-from trainer.engines.base import EngineOptions
-from trainer.engines.driving import DrivesOptimizer, Prepared, trained
+from trainer.engines.base import EngineOptions, Gradients
+from trainer.engines.driving import DrivenWeights, DrivesOptimizer, Prepared, trained
 from trainer.engines.single import STEPS, attribute_restorer
 from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
@@ -87,10 +88,11 @@ class ZeroRedundancy(DrivesOptimizer):
     It has one model and its optimizer.
     """
 
-    distributed_type: DistributedType | None = DistributedType.DEEPSPEED
+    distributed_type = DistributedType.DEEPSPEED
     library, argument = "DeepSpeed", "deepspeed_plugin (--use_deepspeed)"
     dummy_scheduler = DummyScheduler
     plugin: DeepSpeedPlugin
+    gradients: ZeroGradients
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -98,15 +100,15 @@ class ZeroRedundancy(DrivesOptimizer):
         self.plugin = options.deepspeed_plugin
         self.stage = self.plugin.stage
         # A backward pass of stages 2 and 3 reduces gradients, in the order in which they arrive.
-        self.forward_is_collective = self.stage >= 2
+        self.parallel = replace(self.parallel, forward_is_collective=self.stage >= 2)
         self._half = options.mixed_precision == "bf16"
         self._deepspeed = import_deepspeed(options.device)
-        self.optimizer_driver = self
+        self.driver = self
+        self.gradients = ZeroGradients(self)
+        self.weights = ZeroWeights(self)
         self._engine: Any = None  # DeepSpeed's
         self._root: _Root | None = None
         self._linear: Callable[..., Tensor] | None = None  # DeepSpeed's for stage 3
-        self._factor: float | Tensor = 1.0
-        self._max_norm = 0.0
         # The trained parameters of stages 1 and 2, and where DeepSpeed keeps their values.
         self._views: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -294,80 +296,40 @@ class ZeroRedundancy(DrivesOptimizer):
 
     # -- the update --------------------------------------------------------------------------------
 
+    def optimizer_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - there is one
+        """Make an update, with the factor and the limit that were asked for; collective."""
+        self.check_unknown_parameters()
+        if not self._scheduled and "scheduler" in self.plugin.deepspeed_config:
+            raise ValueError(
+                "The DeepSpeed configuration has a scheduler, which nothing advances: prepare a "
+                "DummyScheduler(optimizer), or return it from configure_optimizers."
+            )
+        self._end_window()
+        self._take_weights()
+        self._give_options(self._basic)
+        gradients = self.gradients
+        limit = gradients.max_norm or self.plugin.clips_at
+        scale = 1.0 / gradients.factor
+        if self.stage:
+            self._zero.clip_grad = limit
+            self._zero.custom_loss_scaler, self._zero.external_loss_scale = True, scale
+        elif self._half:
+            self._zero.clip_grad = limit
+            self._zero.loss_scale_config.cur_scale = scale
+        elif limit and not gradients.max_norm:
+            gradients.clip_grad_norm_(chain(*(g["params"] for g in self._groups)), limit)
+        self._engine.step()
+        if self.stage:
+            self._zero.custom_loss_scaler = False
+        elif self._half:
+            self._zero.loss_scale_config.cur_scale = 1.0
+        self._begin_window()
+        self._step_schedules()
+
     @property
     def _plain(self) -> bool:
         """Whether gradients are in the parameters, in float32."""
         return self.stage == 0 and not self._half
-
-    def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        """Multiply all gradients, when the optimizer steps."""
-        if self._plain:
-            super().scale_gradients_(parameters, factor)
-        else:
-            self._factor = self._factor * factor
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the whole gradient of a parameter in float32; collective.
-
-        There is one until the optimizer steps.
-
-        Raises:
-            RuntimeError: The window of micro-batches goes on.
-        """
-        if self._client is None or id(parameter) not in self._trains or not self._pending:
-            return None
-        if not self._ended:
-            if hasattr(self, "step_sync") or not GradientState().sync_gradients:
-                raise RuntimeError(
-                    "Gradients are read inside a window of micro-batches, where DeepSpeed has not "
-                    "reduced them yet: read them in on_before_optimizer_step, or in a loop of your "
-                    "own under `if accelerator.sync_gradients:`."
-                )
-            self._end_window()
-        if self._plain:
-            return parameter.grad
-        whole = parameter.grad
-        if self.stage:
-            whole = self._deepspeed.utils.safe_get_full_grad(parameter)
-        return None if whole is None else whole.float() * self._factor
-
-    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
-        """Return whether a gradient is NaN or infinite on any process."""
-        self._end_window()
-        if self.stage == 0:
-            return super().found_non_finite(parameters)
-        return bool(self._zero.has_overflow())
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
-        """Clip when the optimizer steps; return the norm before.
-
-        Raises:
-            NotImplementedError: DeepSpeed has no such norm, or these are not all parameters.
-        """
-        self._end_window()
-        if self._plain:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        if not self._are_all(parameters):
-            return torch.zeros((), device=self.options.device)
-        if norm_type != 2.0:
-            raise NotImplementedError(
-                f"Gradients are to be clipped by the norm of norm_type={norm_type}, but DeepSpeed "
-                "clips by the 2-norm: leave norm_type out."
-            )
-        if self.plugin.clips_at not in (0.0, max_norm):
-            raise ValueError(
-                f"Gradients are to be clipped at a norm of {max_norm}, but gradient_clipping of "
-                f"the DeepSpeed configuration is {self.plugin.clips_at}: set it to 'auto'."
-            )
-        self._max_norm = float(max_norm)
-        if self.stage == 0:
-            return torch.nn.utils.get_total_norm(list(self._gradient_parts())) * self._factor
-        squares = torch.stack([part.double().square().sum() for part in self._gradient_parts()])
-        total = squares.sum().to(self.options.device)
-        dist.all_reduce(total)
-        return (total.sqrt() * self._factor).float()
 
     def _gradient_parts(self) -> Iterator[Tensor]:
         """Yield the gradients that this process holds."""
@@ -381,71 +343,6 @@ class ZeroRedundancy(DrivesOptimizer):
             yield self._zero.grad_partitions_flat_buffer
         else:
             yield from chain(*self._zero.averaged_gradients.values())
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
-        """Limit the magnitude of each element of the gradients.
-
-        Raises:
-            NotImplementedError: These are not all parameters, or DeepSpeed has taken the norm of
-                gradients in host memory already.
-        """
-        self._end_window()
-        if self._plain:
-            super().clip_grad_value_(parameters, max_value)
-            return
-        if not self._are_all(parameters):
-            return
-        if self.plugin.offload_optimizer_device != "none":
-            raise NotImplementedError(
-                "Each element of the gradients is to be limited, but offload_optimizer_device is "
-                f"{self.plugin.offload_optimizer_device!r}: use max_grad_norm or clip_grad_norm_."
-            )
-        limit = torch.as_tensor(max_value / self._factor, device=self.options.device)
-        for part in self._gradient_parts():
-            part.clamp_(-limit, limit)
-
-    def _are_all(self, parameters: Iterable[Tensor]) -> bool:
-        """Return False if none of the trained parameters are given, and True if all are.
-
-        Raises:
-            NotImplementedError: Some are.
-        """
-        chosen = {id(parameter) for parameter in parameters} & self._trains
-        if chosen and chosen != self._trains:
-            raise NotImplementedError(
-                "The gradients of some parameters are to be clipped, but DeepSpeed clips those of "
-                "all trained parameters together: pass model.parameters()."
-            )
-        return bool(chosen)
-
-    def optimizer_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - there is one
-        """Make an update, with the factor and the limit that were asked for; collective."""
-        self.check_unknown_parameters()
-        if not self._scheduled and "scheduler" in self.plugin.deepspeed_config:
-            raise ValueError(
-                "The DeepSpeed configuration has a scheduler, which nothing advances: prepare a "
-                "DummyScheduler(optimizer), or return it from configure_optimizers."
-            )
-        self._end_window()
-        self._take_weights()
-        self._give_options(self._basic)
-        limit = self._max_norm or self.plugin.clips_at
-        scale = 1.0 / self._factor
-        if self.stage:
-            self._zero.clip_grad = limit
-            self._zero.custom_loss_scaler, self._zero.external_loss_scale = True, scale
-        elif self._half:
-            self._zero.clip_grad = limit
-            self._zero.loss_scale_config.cur_scale = scale
-        elif limit and not self._max_norm:
-            super().clip_grad_norm_(chain(*(g["params"] for g in self._groups)), limit)
-        self._engine.step()
-        if self.stage:
-            self._zero.custom_loss_scaler = False
-        elif self._half:
-            self._zero.loss_scale_config.cur_scale = 1.0
-        self._begin_window()
-        self._step_schedules()
 
     @property
     def _basic(self) -> Optimizer:
@@ -477,68 +374,9 @@ class ZeroRedundancy(DrivesOptimizer):
 
     def _begin_window(self) -> None:
         self._ended = self._pending = False
-        self._factor, self._max_norm = 1.0, 0.0
+        self.gradients.begin_window()
 
     # -- state -------------------------------------------------------------------------------------
-
-    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return whole weights on the host of rank 0, and {} elsewhere; collective.
-
-        They are the float32 ones that the optimizer updates, or those that were set in the model
-        by hand since the last update.
-        """
-        return self._weights_of(module, self._master)
-
-    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the weights for use elsewhere; see `full_state_dict`.
-
-        They are in 16 bits if the plugin's `zero3_save_16bit_model` is True.
-        """
-        half = self.plugin.zero3_save_16bit_model
-        return self._weights_of(module, self._gathered if half else self._master)
-
-    def _weights_of(
-        self, module: nn.Module, value_of: Callable[[nn.Parameter], Tensor]
-    ) -> dict[str, Any]:
-        model = unwrapped(module)
-        whole: dict[str, Any] = {}
-        tied: dict[int, Any] = {}
-        for name, value in bare_names(model, model.state_dict(keep_vars=True).items()):
-            if id(value) not in tied:
-                weight = value_of(value) if isinstance(value, nn.Parameter) else value
-                if isinstance(weight, Tensor):
-                    weight = (
-                        weight.detach().to("cpu", copy=True) if self.options.rank == 0 else None
-                    )
-                tied[id(value)] = weight
-            if self.options.rank == 0:
-                whole[name] = tied[id(value)]
-        return whole
-
-    def _gathered(self, parameter: Any) -> Tensor:
-        """Return the whole values of a parameter; collective."""
-        value: Tensor
-        if not hasattr(parameter, "ds_id") or (parameter.ds_persist and not _is_empty(parameter)):
-            value = parameter.detach()
-            return value
-        with self._deepspeed.zero.GatheredParameters([parameter]):
-            value = parameter.detach().clone()
-        return value
-
-    def _master(self, parameter: nn.Parameter) -> Tensor:
-        """Return the float32 values from which the next update begins; collective."""
-        current = self._gathered(parameter)
-        if (
-            current.dtype == torch.float32
-            or self._client is None
-            or id(parameter) not in self._trains
-        ):
-            return current
-        if self.stage:
-            master: Tensor = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
-        else:
-            master = self._masters[id(parameter)].detach()
-        return torch.where(current == master.to(current.dtype), master, current)
 
     @torch.no_grad()
     def _take_weights(self) -> None:
@@ -571,27 +409,6 @@ class ZeroRedundancy(DrivesOptimizer):
             return {}
         pairs = zip(chain(*self._zero.fp16_groups), chain(*self._zero.fp32_groups), strict=True)
         return {id(half): master for half, master in pairs}
-
-    def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
-        """Copy whole weights, given on each process, into a module; collective."""
-        model = unwrapped(module)
-        tensors = model.state_dict(keep_vars=True)
-        tensors |= dict(bare_names(model, tensors.items()))
-        with torch.no_grad():
-            for name, value in weights.items():
-                target = tensors[name]
-                if hasattr(target, "ds_id"):
-                    with self._deepspeed.zero.GatheredParameters([target], modifier_rank=0):
-                        target.data.copy_(value)
-                else:
-                    target.data.copy_(value)
-                if self._client is None or id(target) not in self._trains:
-                    continue
-                if self.stage:
-                    self._set(target, value)
-                elif id(target) in self._masters:
-                    self._masters[id(target)].copy_(value)
-        self._gather_persistent()
 
     def _set(self, parameter: Any, value: Tensor, *key: str) -> None:
         """Set the float32 values of a parameter, or those of its state, to a whole tensor."""
@@ -753,6 +570,230 @@ class ZeroRedundancy(DrivesOptimizer):
             self._engine.module_forward_post_hook.remove()
             self._engine.destroy()
             self._engine = None
+
+
+class ZeroGradients(Gradients):
+    """Gradients that DeepSpeed scales and clips when its optimizer steps.
+
+    Args:
+        engine: The engine on DeepSpeed.
+
+    Attributes:
+        factor: What the step multiplies all gradients by.
+        max_norm: The norm to which it clips them; 0 does not clip.
+    """
+
+    factor: float | Tensor
+    max_norm: float
+
+    def __init__(self, engine: ZeroRedundancy) -> None:
+        self._engine = engine
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        """Forget the factor and the limit."""
+        self.factor, self.max_norm = 1.0, 0.0
+
+    def scale_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        """Multiply all gradients, when the optimizer steps."""
+        if self._engine._plain:
+            super().scale_(parameters, factor)
+        else:
+            self.factor = self.factor * factor
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the whole gradient of a parameter in float32; collective.
+
+        There is one until the optimizer steps.
+
+        Raises:
+            RuntimeError: The window of micro-batches goes on.
+        """
+        if (
+            self._engine._client is None
+            or id(parameter) not in self._engine._trains
+            or not self._engine._pending
+        ):
+            return None
+        if not self._engine._ended:
+            if hasattr(self._engine, "step_sync") or not GradientState().sync_gradients:
+                raise RuntimeError(
+                    "Gradients are read inside a window of micro-batches, where DeepSpeed has not "
+                    "reduced them yet: read them in on_before_optimizer_step, or in a loop of your "
+                    "own under `if accelerator.sync_gradients:`."
+                )
+            self._engine._end_window()
+        if self._engine._plain:
+            return parameter.grad
+        whole = parameter.grad
+        if self._engine.stage:
+            whole = self._engine._deepspeed.utils.safe_get_full_grad(parameter)
+        return None if whole is None else whole.float() * self.factor
+
+    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
+        """Return whether a gradient is NaN or infinite on any process."""
+        self._engine._end_window()
+        if self._engine.stage == 0:
+            return super().found_non_finite(parameters)
+        return bool(self._engine._zero.has_overflow())
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip when the optimizer steps; return the norm before.
+
+        Raises:
+            NotImplementedError: DeepSpeed has no such norm, or these are not all parameters.
+        """
+        self._engine._end_window()
+        if self._engine._plain:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if not self._are_all(parameters):
+            return torch.zeros((), device=self._engine.options.device)
+        if norm_type != 2.0:
+            raise NotImplementedError(
+                f"Gradients are to be clipped by the norm of norm_type={norm_type}, but DeepSpeed "
+                "clips by the 2-norm: leave norm_type out."
+            )
+        if self._engine.plugin.clips_at not in (0.0, max_norm):
+            raise ValueError(
+                f"Gradients are to be clipped at a norm of {max_norm}, but gradient_clipping of "
+                f"the DeepSpeed configuration is {self._engine.plugin.clips_at}: set it to 'auto'."
+            )
+        self.max_norm = float(max_norm)
+        if self._engine.stage == 0:
+            return torch.nn.utils.get_total_norm(list(self._engine._gradient_parts())) * self.factor
+        squares = torch.stack(
+            [part.double().square().sum() for part in self._engine._gradient_parts()]
+        )
+        total = squares.sum().to(self._engine.options.device)
+        dist.all_reduce(total)
+        return (total.sqrt() * self.factor).float()
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
+        """Limit the magnitude of each element of the gradients.
+
+        Raises:
+            NotImplementedError: These are not all parameters, or DeepSpeed has taken the norm of
+                gradients in host memory already.
+        """
+        self._engine._end_window()
+        if self._engine._plain:
+            super().clip_grad_value_(parameters, max_value)
+            return
+        if not self._are_all(parameters):
+            return
+        if self._engine.plugin.offload_optimizer_device != "none":
+            raise NotImplementedError(
+                "Each element of the gradients is to be limited, but offload_optimizer_device is "
+                f"{self._engine.plugin.offload_optimizer_device!r}: use max_grad_norm or "
+                "clip_grad_norm_."
+            )
+        limit = torch.as_tensor(max_value / self.factor, device=self._engine.options.device)
+        for part in self._engine._gradient_parts():
+            part.clamp_(-limit, limit)
+
+    def _are_all(self, parameters: Iterable[Tensor]) -> bool:
+        """Return False if none of the trained parameters are given, and True if all are.
+
+        Raises:
+            NotImplementedError: Some are.
+        """
+        chosen = {id(parameter) for parameter in parameters} & self._engine._trains
+        if chosen and chosen != self._engine._trains:
+            raise NotImplementedError(
+                "The gradients of some parameters are to be clipped, but DeepSpeed clips those of "
+                "all trained parameters together: pass model.parameters()."
+            )
+        return bool(chosen)
+
+
+class ZeroWeights(DrivenWeights):
+    """Weights that DeepSpeed partitions, or of which it updates copies."""
+
+    _engine: ZeroRedundancy
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return whole weights on the host of rank 0, and {} elsewhere; collective.
+
+        They are the float32 ones that the optimizer updates, or those that were set in the model
+        by hand since the last update.
+        """
+        return self._weights_of(module, self._master)
+
+    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights for use elsewhere; see `full_state_dict`.
+
+        They are in 16 bits if the plugin's `zero3_save_16bit_model` is True.
+        """
+        half = self._engine.plugin.zero3_save_16bit_model
+        return self._weights_of(module, self._gathered if half else self._master)
+
+    def _weights_of(
+        self, module: nn.Module, value_of: Callable[[nn.Parameter], Tensor]
+    ) -> dict[str, Any]:
+        model = unwrapped(module)
+        whole: dict[str, Any] = {}
+        tied: dict[int, Any] = {}
+        for name, value in bare_names(model, model.state_dict(keep_vars=True).items()):
+            if id(value) not in tied:
+                weight = value_of(value) if isinstance(value, nn.Parameter) else value
+                if isinstance(weight, Tensor):
+                    weight = (
+                        weight.detach().to("cpu", copy=True)
+                        if self._engine.options.rank == 0
+                        else None
+                    )
+                tied[id(value)] = weight
+            if self._engine.options.rank == 0:
+                whole[name] = tied[id(value)]
+        return whole
+
+    def _gathered(self, parameter: Any) -> Tensor:
+        """Return the whole values of a parameter; collective."""
+        value: Tensor
+        if not hasattr(parameter, "ds_id") or (parameter.ds_persist and not _is_empty(parameter)):
+            value = parameter.detach()
+            return value
+        with self._engine._deepspeed.zero.GatheredParameters([parameter]):
+            value = parameter.detach().clone()
+        return value
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        """Return the float32 values from which the next update begins; collective."""
+        current = self._gathered(parameter)
+        if (
+            current.dtype == torch.float32
+            or self._engine._client is None
+            or id(parameter) not in self._engine._trains
+        ):
+            return current
+        if self._engine.stage:
+            master: Tensor = self._engine._deepspeed.utils.safe_get_full_fp32_param(parameter)
+        else:
+            master = self._engine._masters[id(parameter)].detach()
+        return torch.where(current == master.to(current.dtype), master, current)
+
+    def load(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
+        """Copy whole weights, given on each process, into a module; collective."""
+        model = unwrapped(module)
+        tensors = model.state_dict(keep_vars=True)
+        tensors |= dict(bare_names(model, tensors.items()))
+        with torch.no_grad():
+            for name, value in weights.items():
+                target = tensors[name]
+                if hasattr(target, "ds_id"):
+                    with self._engine._deepspeed.zero.GatheredParameters([target], modifier_rank=0):
+                        target.data.copy_(value)
+                else:
+                    target.data.copy_(value)
+                if self._engine._client is None or id(target) not in self._engine._trains:
+                    continue
+                if self._engine.stage:
+                    self._engine._set(target, value)
+                elif id(target) in self._engine._masters:
+                    self._engine._masters[id(target)].copy_(value)
+        self._engine._gather_persistent()
 
 
 def _take_back_torch() -> Callable[..., Tensor] | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from torch.optim import Optimizer
 from trainer.configuration.dummy_optimizers import is_deepspeed_schedule
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
-from trainer.engines.base import EngineOptions
+from trainer.engines.base import EngineOptions, Weights
 from trainer.engines.single import SingleDevice
+from trainer.enums import DistributedType
 from trainer.names import bare_names
 from trainer.optim.lomo import is_lomo
 from trainer.optim.schedule_free import is_schedule_free
@@ -68,18 +70,24 @@ class DrivesOptimizer(SingleDevice):
         argument: What asks for the library, for errors.
         dummy_scheduler: The class that stands for the schedule of the plugin.
         plugin: The settings of the library.
+        distributed_type: See `Parallel`.
+        schedules: See `OptimizerDriver`.
     """
 
-    full_state_on_rank0 = True
     library: str
     argument: str
     dummy_scheduler: type[Any]
     plugin: Any
+    distributed_type: DistributedType
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         if problem := self._unsupported(options):
             raise NotImplementedError(f"{self.argument} does not support {problem}.")
+        self.parallel = replace(
+            self.parallel, divides_state=True, distributed_type=self.distributed_type
+        )
+        self.schedules: Sequence[Any] = ()
         self._pending = False  # whether there are gradients that no update has used
         self._ended = False  # whether those of the window are reduced
         self._owner: nn.Module | None = None  # the user's module, which has the model
@@ -235,21 +243,6 @@ class DrivesOptimizer(SingleDevice):
         """Drop the gradients that no update has used."""
         raise NotImplementedError
 
-    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
-        """Notice gradients that no update has used.
-
-        Raises:
-            RuntimeError: There are some, which only the library has.
-        """
-        if drops_gradients:
-            self.optimizer_zero_grad()
-        elif self._pending:
-            raise RuntimeError(
-                f"{type(module).__name__} has gradients that no update has used, in buffers of "
-                f"{self.library}: save after optimizer.step() and optimizer.zero_grad() at the end "
-                "of a window, under `if accelerator.sync_gradients:`."
-            )
-
     def sync_stats(self, stats: StepStats) -> float | Tensor:
         """All-reduce the step stats of a window."""
         total = self.step_sync.sync_vector(stats)
@@ -282,6 +275,32 @@ class DrivesOptimizer(SingleDevice):
         super().close()
         while self._undo:
             self._undo.pop()()
+
+
+class DrivenWeights(Weights):
+    """The weights of a model whose updates a library makes.
+
+    Args:
+        engine: The engine on that library.
+    """
+
+    def __init__(self, engine: DrivesOptimizer) -> None:
+        self._engine = engine
+
+    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+        """Notice gradients that no update has used.
+
+        Raises:
+            RuntimeError: There are some, which only the library has.
+        """
+        if drops_gradients:
+            self._engine.optimizer_zero_grad()
+        elif self._engine._pending:
+            raise RuntimeError(
+                f"{type(module).__name__} has gradients that no update has used, in buffers of "
+                f"{self._engine.library}: save after optimizer.step() and optimizer.zero_grad() at "
+                "the end of a window, under `if accelerator.sync_gradients:`."
+            )
 
 
 def trained(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
@@ -45,12 +45,12 @@ from trainer.distributed.objects import all_gather_object
 from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import HostCopy, sum_numbers
-from trainer.engines.base import EngineOptions
+from trainer.engines.base import EngineOptions, Gradients, Weights
 from trainer.engines.compile import is_compiled, torch_arguments
 from trainer.engines.context_parallel import checkpoint_options
 from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
 from trainer.engines.tensor_parallel import keep_ties, split_layers
-from trainer.enums import DynamoBackend
+from trainer.enums import DistributedType, DynamoBackend
 from trainer.errors import module_logger
 from trainer.names import bare_names
 from trainer.optim.finite import find_non_finite
@@ -73,8 +73,7 @@ _NEED_WHOLE_TENSORS = {  # optimizers by name, and why
 class FullyShard(SingleDevice):
     """Engine on torch's FSDP2; see `trainer.engines.base.Engine` for the methods."""
 
-    forward_is_collective = True
-    compiles_units = True
+    gradients: ShardedGradients
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -113,10 +112,14 @@ class FullyShard(SingleDevice):
             is_data_primary=logs and part == 0,
             is_log_primary=logs,
             mesh=mesh,
+            divides_state=True,
+            forward_is_collective=True,
+            distributed_type=DistributedType.FSDP,
         )
         # By the id of each parameter that was replaced; the old ones are kept, without their
         # memory, so that no id recurs.
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.gradients = ShardedGradients(options, self._replaced)
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._ignored: list[nn.Parameter] = []  # which are frozen, and not sharded
         self._roots: list[Any] = []  # which gather their parameters and those of units inside them
@@ -124,10 +127,10 @@ class FullyShard(SingleDevice):
         self._ran: list[int] = []  # the units that ran in this window or evaluation, by index
         self._held: list[Any] = []  # torch's records of the parameters of all units
         self._used: set[Any] = set()  # those that backward gave a gradient here, not yet reduced
+        self.weights = ShardedWeights(options.rank, self._used)
         self._reduced: list[Any] = []  # those that had no gradient before the latest backward
         self._watches: dict[Any, Any] = {}  # handles of hooks that note which are used
         self._checked: tuple[HostCopy, list[int]] | None = None
-        self._non_finite: bool | Tensor | None = None  # what the latest `sync_stats` found
         self._reduces: bool | None = None  # in the next backward; None if that is not known
         self._handles: list[Any] = []
         self._undo: list[Callable[[], Any]] = []
@@ -421,42 +424,6 @@ class FullyShard(SingleDevice):
             module.set_requires_gradient_sync(True)
         yield
 
-    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return whole tensors on the host of rank 0, and {} elsewhere; collective."""
-        whole: dict[str, Any] = {}
-        tied: dict[int, Any] = {}
-        for name, value in bare_names(module, module.state_dict(keep_vars=True).items()):
-            weight = tied.get(id(value), value)
-            if isinstance(value, Tensor) and id(value) not in tied:
-                weight = gathered(value)
-                tied[id(value)] = weight = weight.detach().cpu() if self.options.rank == 0 else None
-            if self.options.rank == 0:
-                whole[name] = weight
-        return whole
-
-    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
-        """Put the shards in the place of gathered parameters.
-
-        Raises:
-            RuntimeError: Gradients of micro-batches were not reduced yet: each process keeps its
-                own whole ones, outside the parameters.
-        """
-        parts: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        for part in parts:
-            part.reshard()
-            for held in filter(_was_gathered, _held(part)):
-                if drops_gradients:
-                    held.unsharded_accumulated_grad = held._unsharded_param.grad = None
-                    self._used.discard(held)
-                elif _is_unreduced(held):
-                    raise RuntimeError(
-                        f"{type(module).__name__} has gradients of micro-batches without "
-                        "synchronisation (no_sync, or accumulate before the end of its window), "
-                        "which FSDP keeps whole on each process: save at the end of a window, "
-                        "under `if accelerator.sync_gradients:`, or pass "
-                        "GradientAccumulationPlugin(sync_each_batch=True)."
-                    )
-
     # -- the steps of a fit ------------------------------------------------------------------------
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
@@ -585,7 +552,7 @@ class FullyShard(SingleDevice):
             counts = self._on_device(self._flags_of_use())
             sum_numbers(counts)
             self._drop_unused(counts)
-        self._used = {held for held in self._used if _is_unreduced(held)}
+        self._used.intersection_update(filter(_is_unreduced, list(self._used)))
         return items
 
     def _complete_windows(self) -> None:
@@ -679,7 +646,7 @@ class FullyShard(SingleDevice):
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             )
-            non_finite = find_non_finite(self._parts_of(chain.from_iterable(updated)))
+            non_finite = find_non_finite(self.gradients.parts_of(chain.from_iterable(updated)))
             bad += 0.0 if non_finite is None else non_finite
         total = torch.cat([vector, bad, flags])
         sum_numbers(total)
@@ -691,7 +658,7 @@ class FullyShard(SingleDevice):
             self._checked = HostCopy(total[-2:]), ran
         self._drop_unused(total[len(vector) + 1 : -2])
         if self.options.checks_gradients:
-            self._non_finite = _as_flag(total[len(vector)])
+            self.gradients.checked = _as_flag(total[len(vector)])
         return self.step_sync.count(total[: len(vector)])
 
     # -- that all processes run the same units -----------------------------------------------------
@@ -771,31 +738,47 @@ class FullyShard(SingleDevice):
         while self._undo:
             self._undo.pop()()
 
-    # -- the update --------------------------------------------------------------------------------
+
+class ShardedGradients(Gradients):
+    """The gradients of sharded parameters, of which each process has parts.
+
+    Args:
+        options: The process.
+        replaced: The parameters that were sharded and what took their place, by the id of each.
+
+    Attributes:
+        checked: What `found_non_finite` returns next, if it is known already.
+    """
+
+    def __init__(
+        self, options: EngineOptions, replaced: Mapping[int, tuple[nn.Parameter, nn.Parameter]]
+    ) -> None:
+        self._options, self._replaced = options, replaced
+        self.checked: bool | Tensor | None = None
 
     def _gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the gradients, also those of parameters that were replaced by sharded ones."""
         trained = (self._replaced.get(id(p), (p, p))[1] for p in parameters)
         return [p.grad for p in trained if p.grad is not None]
 
-    def _parts_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def parts_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this process's parts of the gradients."""
         return list(map(part_here, self._gradients(parameters)))
 
-    def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    def scale_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply all gradients by a number or a tensor of shape (), in place."""
-        _scale_parts(self._parts_of(parameters), factor)
+        _scale_parts(self.parts_of(parameters), factor)
 
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite on any process."""
-        if self._non_finite is not None:
-            of_all_ranks, self._non_finite = self._non_finite, None
+        if self.checked is not None:
+            of_all_ranks, self.checked = self.checked, None
             return of_all_ranks
-        non_finite = find_non_finite(self._parts_of(parameters))
+        non_finite = find_non_finite(self.parts_of(parameters))
         if non_finite is None:
             return None
         # Torch's check of sharded tensors asks only the processes that share the first one.
-        anywhere = torch.zeros(1, device=self.options.device) + non_finite
+        anywhere = torch.zeros(1, device=self._options.device) + non_finite
         sum_numbers(anywhere)
         return _as_flag(anywhere[0])
 
@@ -814,7 +797,7 @@ class FullyShard(SingleDevice):
         for gradient, part in zip(gradients, parts, strict=True):
             if part.numel():  # the largest magnitude needs an element
                 by_kind.setdefault((self._copies_of(gradient), part.dtype), []).append(part)
-        total = torch.zeros(1, dtype=torch.float64, device=self.options.device)
+        total = torch.zeros(1, dtype=torch.float64, device=self._options.device)
         for (copies, _), alike in by_kind.items():
             norm = torch.nn.utils.get_total_norm(alike, norm_type).to(total)
             if norm_type == inf:
@@ -832,7 +815,7 @@ class FullyShard(SingleDevice):
 
     def _copies_of(self, gradient: Tensor) -> int:
         """Return how many processes have the same part of a gradient."""
-        copies = self.options.world_size
+        copies = self._options.world_size
         if isinstance(gradient, DTensor):
             for size, placement in zip(
                 gradient.device_mesh.shape, gradient.placements, strict=True
@@ -842,8 +825,56 @@ class FullyShard(SingleDevice):
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
         """Limit the magnitude of each element of the gradients."""
-        for part in self._parts_of(parameters):
+        for part in self.parts_of(parameters):
             part.clamp_(-max_value, max_value)
+
+
+class ShardedWeights(Weights):
+    """Parameters of which each process has shards.
+
+    Args:
+        rank: The rank of this process.
+        used: The engine's records of parameters that backward gave a gradient.
+    """
+
+    def __init__(self, rank: int, used: set[Any]) -> None:
+        self._rank, self._used = rank, used
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return whole tensors on the host of rank 0, and {} elsewhere; collective."""
+        whole: dict[str, Any] = {}
+        tied: dict[int, Any] = {}
+        for name, value in bare_names(module, module.state_dict(keep_vars=True).items()):
+            weight = tied.get(id(value), value)
+            if isinstance(value, Tensor) and id(value) not in tied:
+                weight = gathered(value)
+                tied[id(value)] = weight = weight.detach().cpu() if self._rank == 0 else None
+            if self._rank == 0:
+                whole[name] = weight
+        return whole
+
+    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+        """Put the shards in the place of gathered parameters.
+
+        Raises:
+            RuntimeError: Gradients of micro-batches were not reduced yet: each process keeps its
+                own whole ones, outside the parameters.
+        """
+        parts: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in parts:
+            part.reshard()
+            for held in filter(_was_gathered, _held(part)):
+                if drops_gradients:
+                    held.unsharded_accumulated_grad = held._unsharded_param.grad = None
+                    self._used.discard(held)
+                elif _is_unreduced(held):
+                    raise RuntimeError(
+                        f"{type(module).__name__} has gradients of micro-batches without "
+                        "synchronisation (no_sync, or accumulate before the end of its window), "
+                        "which FSDP keeps whole on each process: save at the end of a window, "
+                        "under `if accelerator.sync_gradients:`, or pass "
+                        "GradientAccumulationPlugin(sync_each_batch=True)."
+                    )
 
 
 def _as_flag(count: Tensor) -> bool | Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import chain
 from math import inf, isclose
@@ -34,11 +34,10 @@ from trainer.configuration.dummy_optimizers import MegatronLMDummyScheduler
 from trainer.data.batch import samples_in, take
 from trainer.distributed.guards import forbid_collectives
 from trainer.distributed.objects import all_gather_object, broadcast_object
-from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
-from trainer.engines.base import EngineOptions
-from trainer.engines.driving import DrivesOptimizer, Prepared
+from trainer.engines.base import EngineOptions, Gradients
+from trainer.engines.driving import DrivenWeights, DrivesOptimizer, Prepared
 from trainer.engines.single import attribute_restorer
 from trainer.enums import DistributedType, DynamoBackend
 from trainer.names import bare_names
@@ -158,11 +157,10 @@ class Megatron(DrivesOptimizer):
     It has one model and its optimizer.
     """
 
-    distributed_type: DistributedType | None = DistributedType.MEGATRON_LM
+    distributed_type = DistributedType.MEGATRON_LM
     library, argument = "megatron-core", "megatron_lm_plugin"
     dummy_scheduler = MegatronLMDummyScheduler
     plugin: MegatronLMPlugin
-    is_model_parallel = True
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -177,13 +175,17 @@ class Megatron(DrivesOptimizer):
         self._stages = states.get_pipeline_model_parallel_world_size()
         self._is_last = self._stage == self._stages - 1
         counts = self._is_last and self._tp_rank == 0
-        self.parallel = Parallel(
+        self.parallel = replace(
+            self.parallel,
             dp_rank=states.get_data_parallel_rank(),
             dp_size=states.get_data_parallel_world_size(),
             is_data_primary=counts,
             is_log_primary=counts,
+            is_model_parallel=True,
         )
-        self.optimizer_driver = self
+        self.driver = self
+        self.gradients = MegatronGradients(self)
+        self.weights = MegatronWeights(self)
         self._model: Any = None
         self._replica: Any = None  # megatron-core's DDP around the model, in training
         self._twin: Any = None  # what is stepped; it has the state
@@ -746,17 +748,6 @@ class Megatron(DrivesOptimizer):
 
     # -- the update --------------------------------------------------------------------------------
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Raise: no process has the whole gradient.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(
-            "gradient: the processes have gradients of other layers, or of parts of them. "
-            "parameter.main_grad is this process's."
-        )
-
     def _reduced(self, parameters: Iterable[Any]) -> list[Any]:
         """Return trained parameters with reduced gradients; none in a window without a loss."""
         self._end_window()
@@ -764,65 +755,13 @@ class Megatron(DrivesOptimizer):
             return []
         return [p for p in parameters if id(p) in self._trains]
 
-    def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        """Multiply all gradients by a number or a tensor of shape (), in place."""
-        scale_(map(_GRADIENT, self._reduced(parameters)), factor)
-
-    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
-        """Return whether a gradient is NaN or infinite on any process."""
-        non_finite = find_non_finite(map(_GRADIENT, self._reduced(parameters)))
-        anywhere = torch.zeros(1, device=self.options.device) + (
-            0.0 if non_finite is None else non_finite
-        )
-        sum_numbers(anywhere)
-        flag = anywhere[0].clamp(max=1.0)
-        return bool(flag) if flag.is_cpu else flag
-
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
-        """Scale the gradients to a total norm of at most `max_norm`; return the norm before.
-
-        What several processes of a model have is counted once.
-        """
-        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-
-        chosen = self._reduced(parameters)
-        gradients = [
-            p.main_grad
-            for p in chosen
-            if param_is_not_tensor_parallel_duplicate(p) and not _is_copy(p)
-        ]
-        total = torch.zeros(1, dtype=torch.float64, device=self.options.device)
-        if gradients:
-            total += torch.nn.utils.get_total_norm(gradients, norm_type)
-        group = self._states.get_model_parallel_group()
-        if norm_type == inf:
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-        else:
-            total = total**norm_type
-            dist.all_reduce(total, group=group)
-            total = total ** (1 / norm_type)
-        whole = total[0].float()
-        factor = (max_norm / (whole + 1e-6)).clamp(max=1.0)  # as in torch
-        scale_(map(_GRADIENT, chosen), factor)
-        self._window.clipped = True
-        return whole
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
-        """Limit the magnitude of each element of the gradients."""
-        for parameter in self._reduced(parameters):
-            parameter.main_grad.clamp_(-max_value, max_value)
-        self._window.clipped = True
-
     @torch.no_grad()
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Make an update, clipped by the plugin's norm if nothing else has clipped it."""
         self.check_unknown_parameters()
         parameters = parameters_of([optimizer])
         if self.plugin.gradient_clipping and not self._window.clipped:
-            self.clip_grad_norm_(parameters, self.plugin.gradient_clipping)
+            self.gradients.clip_grad_norm_(parameters, self.plugin.gradient_clipping)
         self._give_options(self._twin)
         for name in ("grad_scale", "found_inf"):  # by which a fused optimizer skips an update
             vars(self._twin).pop(name, None)
@@ -943,39 +882,6 @@ class Megatron(DrivesOptimizer):
             target.copy_(values)
         return part
 
-    def described_weights(self, module: nn.Module) -> Mapping[str, Any]:  # noqa: ARG002 - there is one
-        """Return tensors without values of the names and shapes of the whole weights."""
-        return {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}
-
-    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - there is one
-        """Return whole weights on the host of rank 0, and {} elsewhere; collective.
-
-        They are the float32 ones that the optimizer updates.
-        """
-        state = self._state()
-        dtypes = self._describe(state)
-        inside = set(map(id, self._model.state_dict(keep_vars=True).values()))
-        saved = {
-            name: self._masters.get(id(tensor), tensor)
-            for name, tensor in state.items()
-            if id(tensor) in inside or self._is_last  # all stages have it, the last one uses it
-        }
-        whole = {
-            name: self._gathered(name, state.get(name), saved.get(name), dtype)
-            for name, dtype in dtypes.items()
-        }
-        return whole if self.options.rank == 0 else {}
-
-    @torch.no_grad()
-    def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:  # noqa: ARG002 - there is one
-        """Copy this process's parts of whole weights into the model."""
-        for name, tensor in self._state().items():
-            if name in weights:
-                part = self._shard_of(tensor, weights[name])
-                tensor.copy_(part)
-                if id(tensor) in self._masters:
-                    self._masters[id(tensor)].copy_(part)
-
     def _named_masters(self) -> Iterator[tuple[str, Any, Tensor]]:
         """Yield the name of each trained parameter, it, and the tensor that is updated."""
         assert self._client is not None
@@ -1079,6 +985,122 @@ class Megatron(DrivesOptimizer):
             for parameter in self._replica.params_with_grad:
                 del parameter.main_grad, parameter.grad_added_to_main_grad
         self._replica = None
+
+
+class MegatronGradients(Gradients):
+    """Gradients in the buffers of megatron-core.
+
+    Args:
+        engine: The engine on megatron-core.
+    """
+
+    def __init__(self, engine: Megatron) -> None:
+        self._engine = engine
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Raise: no process has the whole gradient.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "gradient: the processes have gradients of other layers, or of parts of them. "
+            "parameter.main_grad is this process's."
+        )
+
+    def scale_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        """Multiply all gradients by a number or a tensor of shape (), in place."""
+        scale_(map(_GRADIENT, self._engine._reduced(parameters)), factor)
+
+    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
+        """Return whether a gradient is NaN or infinite on any process."""
+        non_finite = find_non_finite(map(_GRADIENT, self._engine._reduced(parameters)))
+        anywhere = torch.zeros(1, device=self._engine.options.device) + (
+            0.0 if non_finite is None else non_finite
+        )
+        sum_numbers(anywhere)
+        flag = anywhere[0].clamp(max=1.0)
+        return bool(flag) if flag.is_cpu else flag
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the gradients to a total norm of at most `max_norm`; return the norm before.
+
+        What several processes of a model have is counted once.
+        """
+        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+        chosen = self._engine._reduced(parameters)
+        gradients = [
+            p.main_grad
+            for p in chosen
+            if param_is_not_tensor_parallel_duplicate(p) and not _is_copy(p)
+        ]
+        total = torch.zeros(1, dtype=torch.float64, device=self._engine.options.device)
+        if gradients:
+            total += torch.nn.utils.get_total_norm(gradients, norm_type)
+        group = self._engine._states.get_model_parallel_group()
+        if norm_type == inf:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+        else:
+            total = total**norm_type
+            dist.all_reduce(total, group=group)
+            total = total ** (1 / norm_type)
+        whole = total[0].float()
+        factor = (max_norm / (whole + 1e-6)).clamp(max=1.0)  # as in torch
+        scale_(map(_GRADIENT, chosen), factor)
+        self._engine._window.clipped = True
+        return whole
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
+        """Limit the magnitude of each element of the gradients."""
+        for parameter in self._engine._reduced(parameters):
+            parameter.main_grad.clamp_(-max_value, max_value)
+        self._engine._window.clipped = True
+
+
+class MegatronWeights(DrivenWeights):
+    """Weights of which each process has other layers, or parts of them."""
+
+    _engine: Megatron
+
+    def described(self, module: nn.Module) -> Mapping[str, Any]:  # noqa: ARG002 - there is one
+        """Return tensors without values of the names and shapes of the whole weights."""
+        return {
+            name: torch.empty(shape, device="meta") for name, shape in self._engine._shapes.items()
+        }
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - there is one
+        """Return whole weights on the host of rank 0, and {} elsewhere; collective.
+
+        They are the float32 ones that the optimizer updates.
+        """
+        state = self._engine._state()
+        dtypes = self._engine._describe(state)
+        inside = set(map(id, self._engine._model.state_dict(keep_vars=True).values()))
+        saved = {
+            name: self._engine._masters.get(id(tensor), tensor)
+            for name, tensor in state.items()
+            if id(tensor) in inside
+            or self._engine._is_last  # all stages have it, the last one uses it
+        }
+        whole = {
+            name: self._engine._gathered(name, state.get(name), saved.get(name), dtype)
+            for name, dtype in dtypes.items()
+        }
+        return whole if self._engine.options.rank == 0 else {}
+
+    @torch.no_grad()
+    def load(self, module: nn.Module, weights: Mapping[str, Any]) -> None:  # noqa: ARG002 - there is one
+        """Copy this process's parts of whole weights into the model."""
+        for name, tensor in self._engine._state().items():
+            if name in weights:
+                part = self._engine._shard_of(tensor, weights[name])
+                tensor.copy_(part)
+                if id(tensor) in self._engine._masters:
+                    self._engine._masters[id(tensor)].copy_(part)
 
 
 def _without_metrics(loss: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -71,7 +71,7 @@ def prepare_model(
     precision.convert(model)
     precision.wrap_forward(uncompiled(model))
     quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
-    if engine.forward_is_collective or not evaluation_mode:
+    if engine.parallel.forward_is_collective or not evaluation_mode:
         check_same_model(model, engine)
     model = engine.prepare_module(
         model,
@@ -92,7 +92,7 @@ def check_same_model(model: nn.Module, engine: Engine) -> None:
         ValueError: Names, shapes, dtypes, what is tied or what is trained differ; raised on all
             processes, with the first difference.
     """
-    if PartialState().num_processes == 1 or engine.is_model_parallel:
+    if PartialState().num_processes == 1 or engine.parallel.is_model_parallel:
         return
     arguments = engine.options.ddp_kwargs
     description = _described(model, buffers=arguments is None or arguments.broadcast_buffers)

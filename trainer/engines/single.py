@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,19 +14,13 @@ from torch.optim import Optimizer
 from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.averaging import give_nothing
-from trainer.engines.base import EngineOptions
+from trainer.engines.base import EngineOptions, Gradients, Weights
 from trainer.engines.compile import compile_blocks, release_blocks
 from trainer.engines.lockstep import zero_gradients
-from trainer.enums import DistributedType
-from trainer.names import bare_state_dict
-from trainer.optim.clipping import clip_
-from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import OptimizerDriver
-from trainer.optim.weighting import scale_
 from trainer.tree import own_memory
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_GRADIENT = attrgetter("grad")
 
 
 class SingleDevice:
@@ -37,14 +30,7 @@ class SingleDevice:
         options: The process and the user's options.
     """
 
-    forward_is_collective = False
-    distributed_type: DistributedType | None = None
-    full_state_on_rank0 = False
-    is_model_parallel = False
-    schedules: Sequence[Any] = ()
-    optimizer_driver: OptimizerDriver | None = None
-    compiles_units = False
-    reduce_gradients: Callable[[Optimizer], None] | None = None
+    driver: OptimizerDriver | None = None
     _in_dummy = False
     module: nn.Module
     step_sync: StepSync
@@ -54,17 +40,13 @@ class SingleDevice:
         self._run_backward = options.run_backward
         self._compiled_blocks: list[nn.Module] = []
         self._compiler = options.dynamo_plugin
-        if self._compiler is not None and self._compiler.compiles_regions:
-            self.compiles_units = True
+        self.gradients = Gradients()
+        self.weights = Weights()
         self.parallel = Parallel(dp_rank=options.rank, dp_size=options.world_size)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer itself: its parameters are still the module's."""
         return optimizer
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return the scheduler itself."""
-        return scheduler
 
     # -- the models of a loop of your own ----------------------------------------------------------
 
@@ -89,25 +71,6 @@ class SingleDevice:
     def trigger_sync(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
         """Do nothing: there is nothing to reduce."""
         return nullcontext()
-
-    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the module's state dict, without the prefixes of wrappers."""
-        return bare_state_dict(module)
-
-    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the same as `full_state_dict`."""
-        return self.full_state_dict(module)
-
-    def described_weights(self, module: nn.Module) -> Mapping[str, Any]:
-        """Return the module's own tensors."""
-        return module.state_dict(keep_vars=True)
-
-    def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
-        """Load a state dict."""
-        module.load_state_dict(weights)
-
-    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
-        """Do nothing: a module's parameters and their gradients are always in it."""
 
     # -- the steps of a fit ------------------------------------------------------------------------
 
@@ -169,32 +132,6 @@ class SingleDevice:
 
     def broadcast_buffers(self) -> None:
         """Do nothing: there are no other processes."""
-
-    # -- the update --------------------------------------------------------------------------------
-
-    def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        """Multiply all gradients by a number or a tensor of shape (), in place."""
-        scale_(map(_GRADIENT, parameters), factor)
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the parameter's ``grad``."""
-        return parameter.grad
-
-    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
-        """Return whether a gradient is NaN or infinite."""
-        return find_non_finite(map(_GRADIENT, parameters))
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
-        """Scale the gradients to a total norm of at most `max_norm`; return the norm before."""
-        norm = clip_(parameters, max_norm=max_norm, norm_type=norm_type)
-        assert norm is not None
-        return norm
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
-        """Limit the magnitude of each element of the gradients."""
-        clip_(parameters, max_value=max_value)
 
     # -- the state of the engine itself ------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def sync_buffers(run: FitRun) -> None:
     load.
     """
     run.engine.broadcast_buffers()
-    if run.world_size > 1 and not run.engine.is_model_parallel:
+    if run.world_size > 1 and not run.engine.parallel.is_model_parallel:
         run.frozen.sync(run)
 
 

@@ -326,10 +326,10 @@ def _parts_to_save(
     """
     extra, edited = _state_from_hooks(run, trainer, request.target, weights_only)
     optimizers, gathered = OptimizerStates(run.optim, run.module), None
-    if run.engine.full_state_on_rank0:  # collective
+    if run.engine.driver is not None:  # collective
         if not weights_only:
             optimizers.gather()
-        gathered = run.engine.full_state_dict(run.module)
+        gathered = run.engine.weights.full_state_dict(run.module)
     state, mesh = PartialState(), run.engine.parallel.mesh
     is_writer = is_writer_rank(state, request.on_each_node)
     shards = None if mesh is None else Shards(run.rank, mesh)
@@ -399,7 +399,7 @@ def _state_from_hooks(
         extra, edited = run.module._call_on_save_checkpoint(
             {"epoch": run.counters.epoch, "global_step": run.counters.global_step},
             call_hooks,
-            None if run.engine.full_state_on_rank0 else partial(_weights_of, run, trainer, None),
+            None if run.engine.driver is not None else partial(_weights_of, run, trainer, None),
             weights_only=weights_only,
         )
         return [] if edited is None else sorted(edited[0])
@@ -473,7 +473,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         for name, value in weights.items():
             check_weight(name, value)
         tensors = [*weights.values()]
-        if not run.engine.full_state_on_rank0:  # which is collective
+        if run.engine.driver is None:  # which is collective
             tensors += leaves([optimizer.state_dict() for optimizer in run.optim.optimizers])
         now = _bytes_of(tensors)
         later = now + 2 * _bytes_of(p for p in run.optim.parameters.all if p.requires_grad)
@@ -691,11 +691,11 @@ def _load(
     strict: bool = True,
 ) -> None:
     """Load weights into a module, through its engine if only that can."""
-    if not engine.full_state_on_rank0:
+    if engine.driver is None:
         load_into(module, weights, where=where, strict=strict)
         return
-    here = engine.described_weights(module)
-    load_into(module, weights, where=where, strict=strict, load=engine.load_weights, here=here)
+    here = engine.weights.described(module)
+    load_into(module, weights, where=where, strict=strict, load=engine.weights.load, here=here)
 
 
 def _open(path: Path) -> Reader:

@@ -154,7 +154,7 @@ class ManualOptimization:
             self._hooks.on_before_optimizer_step(optimizer)
         if run.optim.guard is None or run.precision.scales:
             return
-        non_finite = run.engine.found_non_finite(parameters_of([optimizer]))
+        non_finite = run.engine.gradients.found_non_finite(parameters_of([optimizer]))
         if non_finite is None:
             return
         if not isinstance(non_finite, Tensor):

@@ -105,24 +105,24 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
     Raises:
         ValueError: There is such a callback.
     """
-    divided = engine.parallel.mesh is not None or engine.full_state_on_rank0
-    for callback in callbacks if divided else ():
+    kind = engine.parallel.distributed_type
+    for callback in callbacks if engine.parallel.divides_state else ():
         if callback.requires_unsharded:
             raise ValueError(
                 f"{type(callback).__name__} cannot be used with a sharded model: it needs the "
                 "whole weights on each process, which has only its part of them. Leave it out (of "
                 "ModelCheckpoint, on_exception=True: the last checkpoint is there to resume from)."
             )
-        if engine.is_model_parallel and isinstance(callback, GradientNormMonitor):
+        if engine.parallel.is_model_parallel and isinstance(callback, GradientNormMonitor):
             raise ValueError(
                 f"GradientNormMonitor reads the gradient of each parameter, but the processes of "
-                f"{engine.distributed_type} have other layers, or parts of them: leave it out."
+                f"{kind} have other layers, or parts of them: leave it out."
             )
-        if engine.full_state_on_rank0 and is_overridden(callback, "weights_to_save", Callback):
+        if engine.driver is not None and is_overridden(callback, "weights_to_save", Callback):
             raise ValueError(
                 f"{type(callback).__name__} puts averaged weights in the place of the trained "
-                f"ones, which {engine.distributed_type} keeps to itself, in parts: leave it "
-                "out, or train without its plugin."
+                f"ones, which {kind} keeps to itself, in parts: leave it out, or train without its "
+                "plugin."
             )
 
 
@@ -133,12 +133,13 @@ def check_overrides(engine: Engine, module: TrainModule, hooks: HookTable) -> No
         NotImplementedError: There is such a part.
     """
     overrides = hooks.module_overrides.keys() - {"lr_scheduler_step"}
-    if engine.optimizer_driver is not None and overrides:
-        assert engine.distributed_type is not None
+    if engine.driver is not None and overrides:
+        kind = engine.parallel.distributed_type
+        assert kind is not None
         raise NotImplementedError(
             f"{type(module).__name__} overrides {', '.join(sorted(overrides))}, but the step of "
-            f"{engine.distributed_type.value} reduces, clips and updates at once: leave them out, "
-            f"or the plugin (--use_{engine.distributed_type.value.lower()})."
+            f"{kind.value} reduces, clips and updates at once: leave them out, or the plugin "
+            f"(--use_{kind.value.lower()})."
         )
 
 

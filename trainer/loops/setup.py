@@ -102,7 +102,7 @@ def choose_start(
     """
     engine, folders = context.accelerator.engine, context.folders
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
-    if engine.parallel.mesh is not None or engine.full_state_on_rank0:
+    if engine.parallel.divides_state:
         check_shared_disk(context.project.on_each_node)
     check_callbacks_of(engine, context.callbacks)
     on_all(lambda: to_manifest(stage.module), "fit")  # else it fails at the first save
@@ -112,7 +112,7 @@ def choose_start(
     if chosen is not None and ckpt_path not in WORDS and holds_weights_only(chosen):
         folders.check_fresh()
         context.accelerator.print(f"Starting a new run with the weights of {chosen}.")
-        if engine.is_model_parallel:
+        if engine.parallel.is_model_parallel:
             return None, chosen
         on_all(partial(load_weights, stage.module, chosen), "fit")
         return None, None
@@ -249,17 +249,19 @@ def _optimization(
         AcceleratedOptimizer(
             engine.prepare_optimizer(entry.optimizer),
             precision=accelerator.precision,
-            reduce=engine.reduce_gradients,
-            driver=engine.optimizer_driver,
+            reduce=engine.gradients.average,
+            driver=engine.driver,
         )
         for entry in entries
     ]
-    schedulers = [
-        replace(entry, scheduler=engine.prepare_scheduler(entry.scheduler)) for entry in schedulers
-    ]
+    if (driver := engine.driver) is not None:
+        schedulers = [
+            replace(entry, scheduler=driver.prepare_scheduler(entry.scheduler))
+            for entry in schedulers
+        ]
     names = names_of(entries)
     fingerprint = options_of(names, optimizers, schedulers)
-    check_optimizer_fingerprints(fingerprint, alike=not engine.is_model_parallel)
+    check_optimizer_fingerprints(fingerprint, alike=not engine.parallel.is_model_parallel)
     guard = None
     if settings.non_finite != "ignore":
         guard = FiniteGuard(
@@ -442,7 +444,7 @@ def prepare_evaluation(
     )
     check_step(name, module, epoch_iterators)
     engine = choose_engine(context.accelerator.engine.options)
-    divides = engine.is_model_parallel  # which the saved weights are not
+    divides = engine.parallel.is_model_parallel  # which the saved weights are not
     if divides:
         _start_engine(context, engine, module, None)
     if chosen is not None:

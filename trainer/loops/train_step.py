@@ -196,7 +196,7 @@ def check_needs_no_dummy(run: FitRun) -> None:
     Raises:
         ValueError: Other ranks wait for this one in their forward pass, or in an optimizer.
     """
-    if run.engine.forward_is_collective or not run.module.automatic_optimization:
+    if run.engine.parallel.forward_is_collective or not run.module.automatic_optimization:
         raise ValueError(
             f"In epoch {run.counters.epoch} the training data ended before the first batch, on "
             f"rank {run.rank}. {ENDED_EARLY}"
@@ -281,8 +281,8 @@ def leave_batch_out(run: FitRun, micro_batch: GlobalBatch) -> None:
     micro_batch.present = False
     run.metrics.leave_batch()
     manual = not run.module.automatic_optimization
-    shared = run.engine.forward_is_collective and run.dp_size < run.world_size
-    if run.engine.optimizer_driver is not None or shared or (manual and run.world_size > 1):
+    shared = run.engine.parallel.forward_is_collective and run.dp_size < run.world_size
+    if run.engine.driver is not None or shared or (manual and run.world_size > 1):
         mode = "manual optimisation" if manual else type(run.engine).__name__
         raise RuntimeError(
             f"on_train_batch_start returned -1 on rank {run.rank} at batch {run.batch_idx}, which "
@@ -305,7 +305,7 @@ def check_may_skip(run: FitRun) -> None:
             "loss, unless that is meant.",
             type(run.module).__name__,
         )
-    if run.engine.forward_is_collective or (
+    if run.engine.parallel.forward_is_collective or (
         run.dp_size > 1 and run.device.type != "cpu" and not run.device_transfer.counts_items
     ):
         raise TypeError(

@@ -47,7 +47,7 @@ def update(
         run.precision.unscale_together([optimizer.optimizer for optimizer in optim.optimizers])
     factor = optim.weighting.factor(window_items)
     if factor is not None:
-        run.engine.scale_gradients_(optim.parameters.all, factor)
+        run.engine.gradients.scale_(optim.parameters.all, factor)
     see_if_log_is_due(run)
     for optimizer in optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
@@ -77,7 +77,7 @@ def should_step(run: FitRun, last_loss: Tensor | None) -> bool:
     """
     if run.optim.guard is None or run.precision.scales:
         return True
-    non_finite = run.engine.found_non_finite(run.optim.parameters.all)
+    non_finite = run.engine.gradients.found_non_finite(run.optim.parameters.all)
     bad_losses = run.step_sync.bad_losses
     if non_finite is not None and (isinstance(bad_losses, Tensor) or bad_losses):
         non_finite = joined(non_finite, bad_losses)
@@ -115,7 +115,7 @@ def clip(run: FitRun) -> None:
     clipping = run.optim.clipping
     own_clip = run.hooks.module_overrides.get("configure_gradient_clipping")
     if own_clip is None:
-        clipping.clip_(run.engine, run.optim.parameters.all)
+        clipping.clip_(run.engine.gradients, run.optim.parameters.all)
         return
     for optimizer in run.optim.optimizers:
         limits = clipping.limits_of(optimizer)

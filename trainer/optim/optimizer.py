@@ -27,7 +27,15 @@ class OptimizerDriver(Protocol):
     """Makes the updates of optimizers whose state it has; an engine.
 
     The optimizers keep the user's parameter groups, whose options count at each update.
+
+    Attributes:
+        schedules: Schedules that it advances itself with each update, in a loop of your own.
     """
+
+    schedules: Sequence[Any]
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return the scheduler to use in its place, after its optimizer was prepared."""
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Make an update."""

@@ -196,7 +196,7 @@ def measure(
                     engine.forward, "training_step", *arguments_of(inputs, batch, weights)
                 )
                 activations = kept_for_backward(forward, partial(_held, module), computed)
-        engine.reshard(module)
+        engine.weights.reshard(module)
         trained = [p for p in module.parameters() if p.requires_grad]
         return Footprint(
             parameters=bytes_of(module.parameters()),

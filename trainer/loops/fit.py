@@ -111,7 +111,7 @@ def should_end(run: FitRun) -> bool:
         return True
     if run.step_sync.latest.stop_votes > 0:
         run.stopping.now = True
-    return run.stopping.now and run.intervals.length.may_stop_early(run.progress)
+    return run.stopping.now and run.length.may_stop_early(run.progress)
 
 
 def train_epoch(run: FitRun) -> None:
@@ -385,7 +385,7 @@ def sanity_check(run: FitRun) -> None:
         Preempted: A rank received the exit signal.
         ValueError: A monitored metric is logged by validation, but no validation will be due.
     """
-    steps = run.settings.num_sanity_val_steps
+    steps = run.context.settings.num_sanity_val_steps
     if not run.eval_iterators or steps == 0 or run.counters.batches_seen > 0:
         return
     limits = [epoch_iterator.limit for epoch_iterator in run.eval_iterators]

@@ -112,7 +112,7 @@ def shared_trees(
     """
     tree = collect({**parts_before_hooks(run, optimizers, callbacks), **parts_after_hooks(run)})
     trees = {OPTIMIZER: tree.pop(OPTIMIZER), TRAINER: tree | {"extra": extra}}
-    datamodule = run.data.sources.datamodule
+    datamodule = run.stage.datamodule
     if has_state(datamodule) and (data := datamodule.state_dict()):
         trees[DATA] = {type(datamodule).__qualname__: data}
     return trees

@@ -116,7 +116,7 @@ class EpochStart:
 
     def __init__(self, run: FitRun) -> None:
         self._module, self._saving, self._optim = run.module, run.saving, run.optim
-        self._accumulation = run.settings.gradient_accumulation_steps
+        self._accumulation = run.context.settings.gradient_accumulation_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the attributes with their present values, and the accumulation."""

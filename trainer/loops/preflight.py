@@ -274,13 +274,13 @@ def monitors_of(run: FitRun) -> list[tuple[str, str]]:
 
 def warn_of_no_validation(run: FitRun) -> None:
     """Warn if no validation will run although the module or the arguments suggest one."""
-    settings = run.settings
+    settings = run.context.settings
     if settings.limit_val_batches == 0:
         return
     name = type(run.module).__name__
     owners: list[tuple[Any, type]] = [
         (run.module, TrainModule),
-        (run.data.sources.datamodule, DataModule),
+        (run.stage.datamodule, DataModule),
     ]
     data = any(is_overridden(owner, "val_dataloader", base) for owner, base in owners)
     if run.eval_iterators:
@@ -312,12 +312,12 @@ def check_one_pass_loaders(run: FitRun) -> None:
     Raises:
         ValueError: There is such a loader.
     """
-    length, counters = run.intervals.length, run.counters
+    length, counters, settings = run.length, run.counters, run.context.settings
     epochs = 1
     if length.max_epochs and length.max_steps is None and length.max_seconds is None:
         epochs = length.max_epochs - counters.epoch - counters.epoch_complete
-    epochs = min(epochs, run.settings.reload_dataloaders_every_n_epochs or epochs)
-    sanity_check = run.settings.num_sanity_val_steps != 0 and counters.batches_seen == 0
+    epochs = min(epochs, settings.reload_dataloaders_every_n_epochs or epochs)
+    sanity_check = settings.num_sanity_val_steps != 0 and counters.batches_seen == 0
     reads = [("train", run.data.epoch_iterator, epochs)]
     reads += [
         ("val", epoch_iterator, epochs + sanity_check) for epoch_iterator in run.eval_iterators

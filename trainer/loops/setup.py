@@ -166,12 +166,10 @@ def make_fit_run(
         **_common(context, stage, recorder, engine),
         eval_iterators=val_iterators,
         counters=replace(begun),
-        settings=settings,
         step_sync=step_sync,
         optim=optim,
         data=data,
         intervals=Intervals(
-            length=context.length,
             val_schedule=Schedule(Interval.parse(settings.val_every)),
             log_schedule=Schedule(Interval.parse(settings.log_every)),
             # A trial is too short, and needs no warning.
@@ -186,7 +184,6 @@ def make_fit_run(
             run_id=broadcast_object(uuid.uuid4().hex),
             begun=frozen_and_eval_flags(module),
         ),
-        warns=context.warns,
         frozen=FrozenParameters(),
     )
 
@@ -329,8 +326,8 @@ def start_fit(
         _begin(run, weights)
     check_one_pass_loaders(run)
     configuration, hparams = context.settings.describe(), logged(run.module)
-    if isinstance(run.data.sources.datamodule, DataModule):
-        hparams = logged(run.data.sources.datamodule) | hparams
+    if isinstance(run.stage.datamodule, DataModule):
+        hparams = logged(run.stage.datamodule) | hparams
     run_metadata = {
         "run_id": run.saving.run_id,
         "module": type(run.module).__qualname__,
@@ -474,11 +471,10 @@ def _common(
     )
     recorder.private = metrics.private
     return {
-        "module": stage.module,
-        "hooks": stage.hooks,
+        "context": context,
+        "stage": stage,
         "metrics": metrics,
         "recorder": recorder,
-        "precision": accelerator.precision,
         "engine": engine,
         "device_transfer": DeviceTransfer(
             stage.module,

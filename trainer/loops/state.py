@@ -25,7 +25,7 @@ from trainer.data.seeding import RunGenerators
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.base import Engine
 from trainer.hooks import HookTable
-from trainer.loops.config import Length, Schedule, Settings
+from trainer.loops.config import Length, Schedule
 from trainer.loops.device_transfer import DeviceTransfer
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preemption import ExitVote
@@ -42,6 +42,7 @@ from trainer.precision import Precision
 if TYPE_CHECKING:
     from trainer.loops.buffers import FrozenParameters
     from trainer.loops.dataloaders import Origin, Sources
+    from trainer.loops.lifecycle import RunContext, Stage
     from trainer.loops.manual import ManualOptimization
 
 
@@ -118,11 +119,10 @@ class Run:
     """One call of `Trainer.fit`, `validate`, `test` or `predict`.
 
     Attributes:
-        module: The user's module.
-        hooks: The hooks of the module and the callbacks.
+        context: What the run is made of: the Trainer's arguments and its components.
+        stage: The module, the datamodule and the hooks.
         metrics: Logged values that are not reduced yet.
         recorder: Receives the reduced values.
-        precision: Autocast and gradient scaler.
         engine: Runs the module and reduces its gradients.
         device_transfer: Brings batches to the device.
         counters: The progress of the fit. In an evaluation: that of the loaded checkpoint, or of
@@ -135,11 +135,10 @@ class Run:
             `trainer.loops.profiler`.
     """
 
-    module: Final[TrainModule]
-    hooks: Final[HookTable]
+    context: Final[RunContext]
+    stage: Final[Stage]
     metrics: Final[MetricStore]
     recorder: Final[Recorder]
-    precision: Final[Precision]
     engine: Final[Engine]
     device_transfer: Final[DeviceTransfer]
     eval_iterators: list[EpochIterator]
@@ -147,6 +146,21 @@ class Run:
     batch_idx: int = 0
     sanity_checking: bool = False
     timing: Timing = field(default_factory=Untimed)
+
+    @cached_property
+    def module(self) -> TrainModule:
+        """The user's module."""
+        return self.stage.module
+
+    @cached_property
+    def hooks(self) -> HookTable:
+        """The hooks of the module and the callbacks."""
+        return self.stage.hooks
+
+    @cached_property
+    def precision(self) -> Precision:
+        """Autocast and gradient scaler."""
+        return self.context.accelerator.precision
 
     # Of the process, and constant in a run: `dp_rank` of `dp_size` is its share of the data, see
     # `trainer.distributed.parallel`.
@@ -249,10 +263,9 @@ class FitData:
 
 @dataclass(kw_only=True)
 class Intervals:
-    """When the run ends, validates and logs.
+    """When the run validates and logs.
 
     Attributes:
-        length: When the run ends.
         val_schedule: When validation is due.
         log_schedule: At which updates logged values are recorded.
         validates: Whether there is validation data and the run is long enough for a validation.
@@ -260,7 +273,6 @@ class Intervals:
         last_logged: The latest update whose values were recorded.
     """
 
-    length: Final[Length]
     val_schedule: Final[Schedule]
     log_schedule: Final[Schedule]
     validates: Final[bool]
@@ -348,15 +360,13 @@ class FitRun(Run):
     """The state of one `Trainer.fit`; `trainer.loops.setup.make_fit_run` creates it.
 
     Attributes:
-        settings: The Trainer's arguments.
         step_sync: The step sync: sums per update what all ranks must agree on.
         optim: Optimizers, schedulers, clipping, loss weights.
         data: The loaders.
-        intervals: When the run ends, validates and logs.
+        intervals: When the run validates and logs.
         stopping: Who wants it to stop.
         saving: What saving and resuming need.
         manual: In manual optimisation, what `training_step` calls to make updates.
-        warns: Whether to print warnings about the set-up: on rank 0, and not in tuning trials.
         started: `time.monotonic` at the current start of the program, in seconds.
         thread: The identifier of the training thread.
         in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
@@ -364,14 +374,12 @@ class FitRun(Run):
         frozen: Keeps untrained parameters equal on all ranks; see `trainer.loops.buffers`.
     """
 
-    settings: Final[Settings]
     step_sync: Final[StepSync]
     optim: Final[Optimization]
     data: Final[FitData]
     intervals: Final[Intervals]
     stopping: Final[Stopping]
     saving: Final[CheckpointState]
-    warns: Final[bool]
     started: float = field(default_factory=time.monotonic)
     thread: Final[int] = field(default_factory=threading.get_ident)
     manual: ManualOptimization | None = None
@@ -387,6 +395,16 @@ class FitRun(Run):
         """Restore the counters and the step sync."""
         self.counters.load_state_dict(state["counters"], self.dp_size)
         self.step_sync.load_state_dict(state, self.counters.seconds)
+
+    @cached_property
+    def length(self) -> Length:
+        """When the run ends."""
+        return self.context.length
+
+    @cached_property
+    def warns(self) -> bool:
+        """Whether to print warnings about the set-up: on rank 0, and not in tuning trials."""
+        return self.context.warns
 
     @property
     def generators(self) -> RunGenerators:
@@ -411,7 +429,7 @@ class FitRun(Run):
     @property
     def reached_length(self) -> bool:
         """Whether the run has its maximum length; the same on all ranks."""
-        counters, length = self.counters, self.intervals.length
+        counters, length = self.counters, self.length
         return length.reached(
             epochs=counters.epoch + counters.epoch_complete,
             steps=counters.global_step,

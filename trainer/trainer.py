@@ -41,7 +41,7 @@ from trainer.configuration import (
     TorchTensorParallelPlugin,
 )
 from trainer.data.epoch_iterator import EpochIterator
-from trainer.distributed.guards import check_collective, decided_by_all
+from trainer.distributed.guards import check_collective
 from trainer.distributed.watchdog import watched
 from trainer.engines.base import Engine, EngineOptions
 from trainer.engines.compile import compiled_steps
@@ -73,12 +73,12 @@ from trainer.loops.lifecycle import (
     warn_of_concurrent_runs,
 )
 from trainer.loops.predict import PredictionFiles, predict
-from trainer.loops.preemption import requeue, watch_signals
+from trainer.loops.preemption import Stopping, requeue, watch_signals
 from trainer.loops.preflight import check_checkpoint_names
 from trainer.loops.profiler import SAVING, Begin, profiling
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_directory import Project
-from trainer.loops.state import Counters, FitData, FitRun, Run, Stopping
+from trainer.loops.state import Counters, FitData, FitRun, Run
 from trainer.metrics import MetricStore, to_floats
 from trainer.module import TrainModule
 from trainer.optim.clipping import validate_limits
@@ -481,11 +481,11 @@ class Trainer:
                 val_iterators,
                 chosen,
                 begun,
-                Stopping(signalled=watch.exit_code),
+                Stopping(watch.exit_code),
             )
             setup.start_fit(self._context, run, chosen, weights, ckpt_path)
             self._run = self._fit = run
-            run.stopping.requested = self._stop_requested
+            run.stopping.request(self._stop_requested)
             self._recorder, self._counters = run.recorder, run.counters
             tell_run_id(run.saving.run_id)
             begin_profile(run, [self._epoch_iterator])
@@ -635,7 +635,7 @@ class Trainer:
         target = absolute_path("path", given)
         if self._context.trial_steps is not None:
             return target  # a trial of a `Tuner` must not replace the user's checkpoint
-        if not run.in_boundary:
+        if run.boundary_thread is None:
             if self._run is not run:
                 raise RuntimeError(
                     "save_checkpoint has nothing to save: the latest fit failed inside a window, "
@@ -963,14 +963,11 @@ class Trainer:
         run = self._fitting
         if run is None:
             return
-        run.stopping.requested = stop
-        if run.stopping.now == stop or not (run.deciding or run.world_size == 1):
-            return
-        # At a boundary all processes decide the same, from values that they share. If some do not,
-        # the request is a vote, as it is elsewhere: nobody leaves the loop alone.
-        decision = f"{run.stopping.number}/{run.counters.global_step}/{stop}"
-        if run.world_size == 1 or decided_by_all(decision):
-            run.stopping.now = stop
+        run.stopping.request(stop)
+        if run.deciding or run.world_size == 1:
+            run.stopping.decide_at_boundary(
+                stop, step=run.counters.global_step, world_size=run.world_size
+            )
 
     @property
     def ending(self) -> bool:
@@ -983,7 +980,8 @@ class Trainer:
         run = self._fitting
         if run is None:
             return False
-        return (run.in_boundary or bool(run.hooks.boundary.remaining_callbacks)) and should_end(run)
+        at_boundary = run.boundary_thread is not None or run.hooks.boundary.remaining_callbacks
+        return bool(at_boundary) and should_end(run)
 
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:

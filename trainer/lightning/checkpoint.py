@@ -19,7 +19,7 @@ import math
 import pickle
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,8 +212,7 @@ def _state(
         )
     extra = {name: value for name, value in saved.items() if name not in _OF_LIGHTNING}
     extra = _plain(extra, "what on_save_checkpoint added", notes)
-    shown = asdict(counters)
-    del shown["global_batches"]
+    shown = counters.state_dict() | {"seconds": 0.0}
     before = Progress(counters.global_step, counters.epoch + float(counters.epoch_complete))
     return {
         "run_id": run_id,

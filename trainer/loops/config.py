@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -26,6 +26,9 @@ from trainer.interval import seconds_of
 from trainer.optim.clipping import validate_limits
 from trainer.optim.finite import Policy, check_policy
 from trainer.state import AcceleratorState, is_initialized
+
+if TYPE_CHECKING:
+    from trainer.loops.state import Counters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +68,18 @@ class Length:
         """Whether the run has no maximum."""
         return self.max_epochs is None and self.max_steps is None and self.max_seconds is None
 
-    def reached(self, *, epochs: int, steps: int, seconds: float) -> bool:
-        """Return whether a maximum is reached, after so many complete epochs."""
+    def reached(self, counters: Counters, seconds: Callable[[], float]) -> bool:
+        """Return whether a maximum is reached.
+
+        Args:
+            counters: The progress of the run.
+            seconds: Returns its training time.
+        """
+        epochs, steps = counters.epoch + counters.epoch_complete, counters.global_step
         return (
             (self.max_epochs is not None and epochs >= self.max_epochs)
             or (self.max_steps is not None and steps >= self.max_steps)
-            or (self.max_seconds is not None and seconds >= self.max_seconds)
+            or (self.max_seconds is not None and seconds() >= self.max_seconds)
         )
 
     def may_stop_early(self, progress: Progress) -> bool:

@@ -75,7 +75,7 @@ def fit(run: FitRun) -> None:
         train_epoch(run)
     restore_rng(run)
     metrics.scope = None  # no epoch follows, so no hook from here on may log
-    run.in_boundary = True
+    run.enter_boundary()
     check_same_hook(run, "on_train_end")
     run.saving.pending_saves.make(run.world_size)
     if hooks.monitors_due:  # callbacks rank the final checkpoint by these values
@@ -107,10 +107,10 @@ def check_same_hook(run: FitRun, hook: str) -> None:
 
 def should_end(run: FitRun) -> bool:
     """Return whether the run is over; the same result on all ranks."""
-    if run.reached_length:
+    if run.length.reached(run.counters, run.seconds):
         return True
     if run.step_sync.latest.stop_votes > 0:
-        run.stopping.now = True
+        run.stopping.decide()
     return run.stopping.now and run.length.may_stop_early(run.progress)
 
 
@@ -204,7 +204,7 @@ def finish_update(run: FitRun) -> None:
     """
     counters = run.counters
     if run.step_sync.latest.epoch_votes:  # on_train_batch_start returned -1 on some rank
-        counters.epoch_complete = True
+        counters.end_epoch()
         run.data.epoch_iterator.leave()
     if run.world_size > 1:
         check_data_ends_together(run)
@@ -243,7 +243,7 @@ def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
             reported none.
     """
     run.metrics.scope = None
-    run.in_boundary = True
+    run.enter_boundary()
     if run.hooks.monitors_due and any(due() for due in run.hooks.monitors_due):
         reduce_step_metrics(run)
     run.hooks.on_boundary()
@@ -254,7 +254,7 @@ def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
         due = on_all_ranks or run.step_sync.latest.requested_saves > 0
     if due:
         pending_saves.make(run.world_size)
-    run.in_boundary = False
+    run.leave_boundary()
 
 
 def finish_boundary(run: FitRun) -> None:
@@ -276,7 +276,8 @@ def preempt(run: FitRun) -> NoReturn:
     Raises:
         Preempted: Always.
     """
-    run.saving.work_due = run.in_boundary = True
+    run.saving.work_due = True
+    run.enter_boundary()
     run.hooks.on_preemption()
     run.saving.pending_saves.make(run.world_size)
     raise preempted(run)
@@ -287,7 +288,7 @@ def preempted(run: FitRun) -> Preempted:
 
     Collective.
     """
-    codes = [code for code in all_gather_object(run.stopping.signalled()) if code is not None]
+    codes = [code for code in all_gather_object(run.stopping.exit_code()) if code is not None]
     return Preempted(codes[0])
 
 
@@ -306,7 +307,7 @@ def check_data_ends_together(run: FitRun) -> None:
     together = (0, run.dp_size) if stream else (0,)
     if run.counters.epoch_complete and run.step_sync.latest.ended in together:
         if stream and run.step_sync.peek().ended not in together:
-            run.counters.epoch_complete = False
+            run.counters.end_epoch(False)
         else:
             run.step_sync.read_pending()
     latest, epoch = run.step_sync.latest, run.counters.epoch

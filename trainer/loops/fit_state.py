@@ -213,13 +213,10 @@ def parts_after_hooks(run: FitRun) -> Parts:
         if run.counters.epoch_batches and not run.counters.epoch_complete:
             epoch_iterator.resume_epoch(run.counters.epoch, state)
 
-    def load_stop(state: bool) -> None:
-        stopping.now = state
-
     return {
         "epoch_start": EpochStart(run),
         "should_stop": StateFunctions(
-            lambda: stopping.now or run.step_sync.latest.stop_votes > 0, load_stop
+            lambda: stopping.now or run.step_sync.latest.stop_votes > 0, stopping.decide
         ),
         ("run_id", "unfinished"): run.saving,
         "boundary": run.hooks.boundary,
@@ -676,7 +673,8 @@ def load_run(run: FitRun, path: Path, *, trainer: Any, stays_stopped: bool) -> i
     run.saving.starts_epoch_again = "epoch_start" not in state  # as in earlier releases
     restore(parts_of_rank(run), of_ranks, path, optional=["gradients"])
     restore(parts_after_hooks(run), state, path, optional=_ADDED_LATER)
-    run.stopping.now &= stays_stopped
+    if not stays_stopped:
+        run.stopping.decide(False)
     run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
     offset: int | None = record["offset"]
     return offset

@@ -15,7 +15,6 @@ from trainer.loops.device_transfer import items_of
 from trainer.loops.state import FitRun
 from trainer.loops.train_step import (
     check_needs_no_dummy,
-    count_global_batch,
     leave_batch_out,
     without_collectives,
 )
@@ -78,7 +77,7 @@ class ManualOptimization:
                     outputs = engine.forward("training_step", batch, batch_idx)
         else:
             self._run_dummy(batch)
-        count_global_batch(run, micro_batch, None)
+        counters.count(micro_batch, run.dp_size)
         engine.sync_stats(run.own_stats(micro_batch, items, ends_epoch=ends_epoch))
         stepped = sum(optimizer.steps for optimizer in run.optim.optimizers) > steps
         if stepped:

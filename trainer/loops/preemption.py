@@ -25,13 +25,14 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import count
 from types import FrameType
 from typing import Any
 
 import torch
 
 from trainer.distributed.collectives import reduce
-from trainer.distributed.guards import read_back
+from trainer.distributed.guards import decided_by_all, read_back
 from trainer.environment import slurm_job
 from trainer.errors import module_logger
 
@@ -249,6 +250,65 @@ class ExitVote:
             self._between = max(1, min(in_a_second, most))
         self._voted, self._since = batch_idx, now
         return bool(votes)
+
+
+class Stopping:
+    """Who wants a fit to stop: this process, and all ranks, which learn of it at the next update.
+
+    Args:
+        exit_code: Returns the exit code once a signal or the time budget ends this process, else
+            None.
+
+    Attributes:
+        exit_code: The argument.
+        requested: Whether this process requests a stop.
+        now: Whether all ranks have decided to stop.
+    """
+
+    _fits = count()
+
+    def __init__(self, exit_code: Callable[[], int | None]) -> None:
+        self.exit_code = exit_code
+        self.requested = False
+        self.now = False
+        self._exit_vote = ExitVote()
+        self._number = next(self._fits)  # of the fit in this program, alike on all ranks
+
+    def ignore_signals(self) -> None:
+        """Leave signals and the time budget to the code after the fit."""
+        self.exit_code = _no_exit
+
+    def request(self, stop: bool) -> None:
+        """Request a stop, or withdraw the request."""
+        self.requested = stop
+
+    def decide(self, stop: bool = True) -> None:
+        """Stop or go on, as all ranks have decided."""
+        self.now = stop
+
+    def decide_at_boundary(self, stop: bool, *, step: int, world_size: int) -> None:
+        """Decide at the update boundary of a step what all ranks request there.
+
+        They request the same, from values that they share. If some do not, the request stays a
+        vote, as it is elsewhere: nobody leaves the loop alone.
+        """
+        if self.now != stop and (
+            world_size == 1 or decided_by_all(f"{self._number}/{step}/{stop}")
+        ):
+            self.decide(stop)
+
+    def any_rank_exits(
+        self, batch_idx: int, *, rank: int, device: torch.device, aligned: bool
+    ) -> bool:
+        """Return whether any rank received the exit signal, see `ExitVote.any_rank`."""
+        signalled = self.exit_code() is not None
+        return self._exit_vote.any_rank(
+            batch_idx, signalled, rank=rank, device=device, aligned=aligned
+        )
+
+
+def _no_exit() -> None:
+    return None
 
 
 @contextmanager

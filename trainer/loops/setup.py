@@ -7,6 +7,7 @@ before them, such as ``setup``, are called by `trainer.loops.lifecycle`.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from trainer.loops.fit_state import load_datamodule, load_run, load_weights
 from trainer.loops.lifecycle import RunContext, Stage
 from trainer.loops.module_flags import frozen_and_eval_flags
 from trainer.loops.pending_saves import PendingSaves
+from trainer.loops.preemption import Stopping
 from trainer.loops.preflight import (
     check_callbacks_of,
     check_manual,
@@ -60,7 +62,6 @@ from trainer.loops.state import (
     Intervals,
     Optimization,
     Run,
-    Stopping,
 )
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
@@ -184,6 +185,7 @@ def make_fit_run(
             run_id=broadcast_object(uuid.uuid4().hex),
             begun=frozen_and_eval_flags(module),
         ),
+        started=time.monotonic(),
         frozen=FrozenParameters(),
     )
 
@@ -311,7 +313,7 @@ def start_fit(
     Raises:
         CheckpointError: The checkpoint is damaged or does not match the run.
     """
-    lasts = not run.reached_length
+    lasts = not run.length.reached(run.counters, run.seconds)
     if run.warns and lasts:
         warn_of_no_validation(run)
     offset = None
@@ -398,7 +400,7 @@ def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> in
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
     epoch, step = run.counters.epoch + 1, run.counters.global_step
     why = ""
-    if run.reached_length:
+    if run.length.reached(run.counters, run.seconds):
         why = " Nothing is left to do: the length that the Trainer was given is reached."
     elif run.stopping.now:
         why = (

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
-from itertools import count
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -28,7 +27,7 @@ from trainer.hooks import HookTable
 from trainer.loops.config import Length, Schedule
 from trainer.loops.device_transfer import DeviceTransfer
 from trainer.loops.pending_saves import PendingSaves
-from trainer.loops.preemption import ExitVote
+from trainer.loops.preemption import Stopping
 from trainer.loops.recorder import Recorder
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
@@ -85,7 +84,6 @@ class Counters:
         batches_seen: Micro-batches so far, over all processes.
         samples_seen: Samples so far, over all processes.
         validations: Validations so far, without the sanity check.
-        seconds: Training time of the run in seconds, before the current start of the program.
     """
 
     global_step: int = 0
@@ -96,13 +94,35 @@ class Counters:
     batches_seen: int = 0
     samples_seen: int = 0
     validations: int = 0
-    seconds: float = 0.0
 
     def begin_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1
         self.global_batches = self.epoch_batches = 0
         self.epoch_complete = False
+
+    def end_epoch(self, ended: bool = True) -> None:
+        """End the epoch before its data end, or go on in one that only this rank's data ended."""
+        self.epoch_complete = ended
+
+    def count(self, micro_batch: GlobalBatch, dp_size: int) -> int | None:
+        """Count one global batch, of so many shares of the data.
+
+        Returns:
+            Its samples over all ranks; None if this rank does not know them.
+        """
+        self.global_batches += 1
+        self.epoch_batches += micro_batch.batches
+        self.epoch_complete = micro_batch.last
+        self.batches_seen += micro_batch.batches
+        self.samples_seen += (
+            micro_batch.global_samples
+            or micro_batch.real_samples
+            or micro_batch.samples * micro_batch.batches
+        )
+        # A user's collate_fn may drop samples: a rank knows that only of its own batches. Batches
+        # that the dataset yields ready-made are assumed to be as large on the other ranks.
+        return micro_batch.samples if dp_size == 1 else micro_batch.global_samples
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters but `global_batches`, which depends on the number of processes."""
@@ -297,26 +317,6 @@ class Intervals:
 
 
 @dataclass(kw_only=True)
-class Stopping:
-    """Who wants the run to stop; the other ranks learn of it at the next update.
-
-    Attributes:
-        requested: Whether this process requests a stop.
-        signalled: Returns the exit code once a signal or the time budget ends this process, else
-            None.
-        exit_vote: Exchanges between ranks whether to abandon an evaluation.
-        now: Whether all ranks have decided to stop.
-        number: The number of the fit in this program, alike on all ranks.
-    """
-
-    signalled: Callable[[], int | None]
-    requested: bool = False
-    exit_vote: Final[ExitVote] = field(default_factory=ExitVote)
-    now: bool = False
-    number: Final[int] = field(default_factory=partial(next, count()))
-
-
-@dataclass(kw_only=True)
 class CheckpointState:
     """What saving and resuming need; see `trainer.loops.fit_state`.
 
@@ -366,11 +366,10 @@ class FitRun(Run):
         intervals: When the run validates and logs.
         stopping: Who wants it to stop.
         saving: What saving and resuming need.
+        boundary_thread: The training thread while it is at an update boundary, where the update is
+            done and callbacks may save or stop; else None.
         manual: In manual optimisation, what `training_step` calls to make updates.
-        started: `time.monotonic` at the current start of the program, in seconds.
-        thread: The identifier of the training thread.
-        in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
-            may save or stop.
+        started: `time.monotonic` in seconds when the run would have begun without a restart.
         frozen: Keeps untrained parameters equal on all ranks; see `trainer.loops.buffers`.
     """
 
@@ -380,21 +379,23 @@ class FitRun(Run):
     intervals: Final[Intervals]
     stopping: Final[Stopping]
     saving: Final[CheckpointState]
-    started: float = field(default_factory=time.monotonic)
-    thread: Final[int] = field(default_factory=threading.get_ident)
+    started: float
+    boundary_thread: int | None = None
     manual: ManualOptimization | None = None
-    in_boundary: bool = False
     frozen: Final[FrozenParameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the run has come."""
-        counters = self.counters.state_dict() | {"seconds": self.progress.seconds}
+        counters = self.counters.state_dict() | {"seconds": self.seconds()}
         return {"counters": counters, **self.step_sync.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters and the step sync."""
-        self.counters.load_state_dict(state["counters"], self.dp_size)
-        self.step_sync.load_state_dict(state, self.counters.seconds)
+        """Restore the counters, the clock and the step sync."""
+        counters = dict(state["counters"])
+        seconds = counters.pop("seconds")
+        self.counters.load_state_dict(counters, self.dp_size)
+        self.started -= seconds
+        self.step_sync.load_state_dict(state, seconds)
 
     @cached_property
     def length(self) -> Length:
@@ -411,30 +412,27 @@ class FitRun(Run):
         """The random generators whose states a checkpoint holds, as they are found now."""
         return RunGenerators(self.module, self.data.epoch_iterator.users_generators)
 
+    def enter_boundary(self) -> None:
+        """Reach the update boundary."""
+        self.boundary_thread = threading.get_ident()
+
+    def leave_boundary(self) -> None:
+        """Go on with the next update."""
+        self.boundary_thread = None
+
     @property
     def deciding(self) -> bool:
         """Whether the calling thread is at an update boundary, where all ranks run callbacks."""
-        return self.in_boundary and self.thread == threading.get_ident()
+        return self.boundary_thread == threading.get_ident()
 
     @property
     def clock(self) -> float:
         """Training time of the whole run in seconds, by this process's clock."""
-        return self.counters.seconds + time.monotonic() - self.started
+        return time.monotonic() - self.started
 
-    @property
     def seconds(self) -> float:
         """Training time of the whole run in seconds, the same on all ranks."""
         return self.clock if self.world_size == 1 else self.step_sync.latest.seconds
-
-    @property
-    def reached_length(self) -> bool:
-        """Whether the run has its maximum length; the same on all ranks."""
-        counters, length = self.counters, self.length
-        return length.reached(
-            epochs=counters.epoch + counters.epoch_complete,
-            steps=counters.global_step,
-            seconds=0.0 if length.max_seconds is None else self.seconds,
-        )
 
     def place(self, stage: str) -> str:
         """See `Run.place`."""
@@ -474,7 +472,7 @@ class FitRun(Run):
         return StepStats(
             items if counts else 0.0,
             stop_votes=1.0 if stopping.requested else 0.0,
-            signals=0.0 if stopping.signalled() is None else 1.0,
+            signals=0.0 if stopping.exit_code() is None else 1.0,
             # Alone, a process reads its own clock when it needs the time.
             seconds=self.clock if self.rank == 0 and self.world_size > 1 else 0.0,
             ended=1.0 if ended else 0.0,
@@ -487,11 +485,10 @@ class FitRun(Run):
 
     def should_end(self, batch_idx: int, *, aligned: bool) -> bool:
         """Return whether any rank received the exit signal; they ask every few global batches."""
-        signalled = self.stopping.signalled() is not None
         if self.world_size == 1:
-            return signalled
-        return self.stopping.exit_vote.any_rank(
-            batch_idx, signalled, rank=self.rank, device=self.device, aligned=aligned
+            return self.stopping.exit_code() is not None
+        return self.stopping.any_rank_exits(
+            batch_idx, rank=self.rank, device=self.device, aligned=aligned
         )
 
     @property
@@ -514,7 +511,7 @@ class FitRun(Run):
             step,
             epochs,
             self.step_sync.items_seen,
-            self.seconds,
+            self.seconds(),
             counters.epoch,
             counters.global_batches,
             here,

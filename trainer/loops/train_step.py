@@ -49,10 +49,10 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     weighting = run.optim.weighting
     size = weighting.micro_batches = run.optim.accumulation  # a hook may change it for the next one
     items_here = 0.0
-    # Items of all ranks, where this rank knows them before the reduction; else None. On the CPU the
-    # reduced sum is there at once, and knows of batches that others have skipped.
-    unknown = run.device.type == "cpu" or hooks.may_end_epoch
-    global_items = None if run.dp_size > 1 and unknown else 0.0
+    # Samples of all ranks, where this rank knows them before the reduction; else None. On the CPU
+    # the reduced sum is there at once, and knows of batches that others have skipped.
+    unknown = run.dp_size > 1 and (run.device.type == "cpu" or hooks.may_end_epoch)
+    global_items = None if unknown or run.device_transfer.counts_items else 0.0
     # Finite only if all losses of the window are. Not a sum, which may overflow.
     finite_probe: Tensor | None = None
     last_loss: Tensor | None = None
@@ -85,9 +85,10 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             backward_hooks.on_before_backward(loss)
         elif trains:
             check_may_skip(run)
+        samples = counters.count(micro_batch, run.dp_size)
         if loss is None and (trains or ends_epoch):
-            global_items = None  # other ranks do not know that the batch does not count
-        global_items = count_global_batch(run, micro_batch, global_items)
+            samples = None  # other ranks do not know that the batch does not count
+        global_items = None if global_items is None or samples is None else global_items + samples
         stats = None
         if sync:
             stats = run.own_stats(micro_batch, items_here, finite_probe, ends_epoch=ends_epoch)
@@ -313,35 +314,3 @@ def check_may_skip(run: FitRun) -> None:
             f"update {run.counters.global_step + 1}, which would skip its batch on this process "
             "alone. Define count_items, and return 0 from it for a batch that must not count."
         )
-
-
-def count_global_batch(
-    run: FitRun, micro_batch: GlobalBatch, global_items: float | None
-) -> float | None:
-    """Advance the counters by one global batch.
-
-    Args:
-        run: The fit.
-        micro_batch: The global batch.
-        global_items: Items of the window so far over all ranks; None if unknown.
-
-    Returns:
-        `global_items` plus the items of this global batch over all ranks; None if they are unknown.
-    """
-    counters = run.counters
-    counters.global_batches += 1
-    counters.epoch_batches += micro_batch.batches
-    counters.epoch_complete = micro_batch.last
-    # A user's collate_fn may drop samples: a rank knows that only of its own batches. Batches that
-    # the dataset yields ready-made are assumed to be as large on the other ranks as on this one.
-    items = micro_batch.samples if run.dp_size == 1 else micro_batch.global_samples
-    read = (
-        micro_batch.global_samples
-        or micro_batch.real_samples
-        or micro_batch.samples * micro_batch.batches
-    )
-    counters.samples_seen += read
-    counters.batches_seen += micro_batch.batches
-    if run.device_transfer.counts_items or global_items is None or items is None:
-        return None
-    return global_items + items

@@ -167,7 +167,7 @@ class _BatchRecorder(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         run = trainer._fit_run("on_fit_start")
-        run.stopping.signalled = lambda: None  # a signal takes effect once the trial is over
+        run.stopping.ignore_signals()  # a signal takes effect once the trial is over
         weighting = run.optim.weighting
         weighting.reference = weighting.reference or 1.0  # no process waits for rank 0's
         self.available = _max_num_samples([run.data.epoch_iterator])

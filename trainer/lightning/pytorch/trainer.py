@@ -511,7 +511,7 @@ class Trainer(NativeTrainer):
         epochs = counters.epoch + counters.epoch_complete
         by_steps = replace(length, max_epochs=None, max_seconds=None)
         for limit in (by_steps, replace(length, max_steps=None, max_seconds=None)):
-            if limit.reached(epochs=epochs, steps=counters.global_step, seconds=0.0):
+            if limit.reached(counters, lambda: 0.0):
                 name = "epoch_loop.max_steps" if limit is by_steps else "max_epochs"
                 if self.is_global_zero:
                     _logger.warning(

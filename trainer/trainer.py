@@ -1107,7 +1107,7 @@ class Trainer:
     @property
     def sanity_checking(self) -> bool:
         """Whether the current validation is the sanity check before training."""
-        return self._run is not None and self._run.sanity_checking
+        return self._run is not None and self._run.recorder.sanity_checking
 
     @property
     def log_due(self) -> bool:

@@ -109,13 +109,11 @@ class Schedule:
         interval, before = state
         self.before = Progress(**before) if self.interval == Interval.parse(interval) else now
 
-    def may_be_due(self, step: int) -> bool:
-        """Return False if `due` need not be called at this update; cheaper than `due`."""
-        every = self.interval.every
-        return self.interval.unit != "steps" or self.before.steps // every < step // every
-
     def due(self, now: Progress) -> bool:
-        """Return whether the event is due; call once per update, unless `may_be_due` is False."""
+        """Return whether the event is due; call once per update.
+
+        For an interval in steps, updates at which it is not due may be left out.
+        """
         due = self.interval.due(self.before, now)
         if due or self.interval.unit != "seconds":
             self.before = now

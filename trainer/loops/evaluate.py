@@ -18,7 +18,7 @@ from trainer.distributed.objects import all_gather_object
 from trainer.loops.buffers import isolated_dummy
 from trainer.loops.device_transfer import batch_hooks, items_of
 from trainer.loops.state import FitRun, Run
-from trainer.metrics import Scope, to_floats
+from trainer.metrics import Scope
 from trainer.metrics.computing import computing
 from trainer.tree import detach
 
@@ -127,10 +127,7 @@ def record_epoch(run: Run, phase: str) -> dict[str, float]:
         with computing(run.module, *owners, counts=run.engine.parallel.is_log_primary):
             getattr(run.hooks, hook)()
         values = metrics.reduce_epoch(metrics.scope)
-        if run.sanity_checking:
-            run.recorder.remember(to_floats(values), counters.global_step)
-        else:
-            read |= run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
+        read |= run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
     metrics.scope = None  # already reduced: a later value would count for the next epoch
     metrics.reset_objects()
     return read

@@ -82,7 +82,7 @@ def fit(run: FitRun) -> None:
         reduce_step_metrics(run)
     hooks.on_train_end()
     check_same_hook(run, "on_fit_end")
-    if counters.global_step > run.intervals.last_logged:
+    if not run.intervals.is_logged(counters.global_step):
         record_step_metrics(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
     warn_of_missed(run)
@@ -213,18 +213,16 @@ def finish_update(run: FitRun) -> None:
         run.saving.writer.wait()  # raises the error of the background save, on all ranks alike
     if run.intervals.log_due:
         record_step_metrics(run)
-        run.intervals.log_due = False
     run.engine.mark_step()
     if run.step_sync.latest.signals:
         preempt(run)
-    before = run.intervals.val_schedule.before
     on_all_ranks = counters.epoch_complete  # whether one more collective here costs little
-    if run.eval_iterators and run.intervals.val_schedule.due(run.progress):
+    if run.eval_iterators and run.intervals.validation_due(run.progress):
         on_all_ranks = True
         try:
             validate(run)
         except EvaluationAbandoned:
-            run.intervals.val_schedule.before = before  # so that the resumed run validates here
+            run.intervals.validate_again()
             preempt(run)
     if counters.epoch_complete:
         end_epoch(run)
@@ -248,11 +246,8 @@ def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
         reduce_step_metrics(run)
     run.hooks.on_boundary()
     pending_saves = run.saving.pending_saves
-    if run.world_size == 1:
-        due = bool(pending_saves.waiting)
-    else:
-        due = on_all_ranks or run.step_sync.latest.requested_saves > 0
-    if due:
+    requested = on_all_ranks or run.step_sync.latest.requested_saves > 0
+    if pending_saves.waiting if run.world_size == 1 else requested:
         pending_saves.make(run.world_size)
     run.leave_boundary()
 
@@ -333,7 +328,7 @@ def record_step_metrics(run: FitRun) -> None:
     if run.optim.guard is not None and run.optim.guard.skipped:
         values = {**values, "skipped_updates": float(run.optim.guard.skipped)}
     run.recorder.record_later(values, step=counters.global_step, epoch=counters.epoch)
-    run.intervals.last_logged = counters.global_step
+    run.intervals.logged(counters.global_step)
 
 
 def validate(run: FitRun) -> None:
@@ -391,30 +386,28 @@ def sanity_check(run: FitRun) -> None:
         return
     limits = [epoch_iterator.limit for epoch_iterator in run.eval_iterators]
     generators, names = run.generators.state_dict(), set(run.metrics.names)
-    latest, updates = dict(run.recorder.latest), dict(run.recorder.updates)
     metrics = metric_states(run.module)
-    run.sanity_checking = True
     try:
-        if steps > 0:
-            # A multiple, so that every rank has a batch.
-            rounded = steps + -steps % run.dp_size
-            for epoch_iterator in run.eval_iterators:
-                batches = epoch_iterator.num_batches
-                epoch_iterator.limit = rounded if batches is None else min(rounded, batches)
-        run.hooks.on_sanity_check_start()
-        sync_buffers(run)
-        with run.timing.part(VALIDATING), evaluation_weights(schedule_free(run.optim.optimizers)):
-            evaluate(run, VALIDATION)
-        run.metrics.forget_shown()
-        run.recorder.validated = dict.fromkeys(run.metrics.names - names)
-        check_reachable(run, run.recorder.validated)
-        run.metrics.names = names  # the sanity check's names do not count as logged
-        run.hooks.on_sanity_check_end()
+        with run.recorder.sanity_check():
+            if steps > 0:
+                # A multiple, so that every rank has a batch.
+                rounded = steps + -steps % run.dp_size
+                for epoch_iterator in run.eval_iterators:
+                    batches = epoch_iterator.num_batches
+                    epoch_iterator.limit = rounded if batches is None else min(rounded, batches)
+            run.hooks.on_sanity_check_start()
+            sync_buffers(run)
+            free = schedule_free(run.optim.optimizers)
+            with run.timing.part(VALIDATING), evaluation_weights(free):
+                evaluate(run, VALIDATION)
+            run.metrics.forget_shown()
+            run.recorder.validated = dict.fromkeys(run.metrics.names - names)
+            check_reachable(run, run.recorder.validated)
+            run.metrics.names = names  # the sanity check's names do not count as logged
+            run.hooks.on_sanity_check_end()
     except EvaluationAbandoned:  # there is nothing to save
         raise preempted(run) from None
     finally:
-        run.sanity_checking = False
-        run.recorder.latest, run.recorder.updates = latest, updates
         for epoch_iterator, limit in zip(run.eval_iterators, limits, strict=True):
             epoch_iterator.limit = limit
         run.generators.load_state_dict(generators)

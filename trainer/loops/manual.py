@@ -18,7 +18,7 @@ from trainer.loops.train_step import (
     leave_batch_out,
     without_collectives,
 )
-from trainer.loops.update import check_parameters, see_if_log_is_due
+from trainer.loops.update import check_parameters
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.tree import detach
 
@@ -84,7 +84,7 @@ class ManualOptimization:
             if run.optim.guard is not None and self._non_finite is not None:
                 run.optim.guard.should_step(self._non_finite, counters.global_step + 1, None)
                 self._non_finite = None
-            see_if_log_is_due(run)
+            run.intervals.see_if_log_is_due(counters.global_step + 1, run.progress_at)
             counters.global_step += 1
         elif micro_batch.last and counters.epoch == counters.global_step == 0 and run.rank == 0:
             logger.warning(

@@ -348,7 +348,7 @@ def check_reachable(run: FitRun, logged: Iterable[str]) -> None:
         if name in logged:
             raise ValueError(
                 f"{who} monitors {name!r}, which validation_step logs, but the run ends before a "
-                f"validation is due: val_every is {run.intervals.val_schedule.interval}. Choose a "
+                f"validation is due: val_every is {run.context.settings.val_every}. Choose a "
                 "shorter interval, a longer run, or another metric."
             )
 
@@ -370,5 +370,5 @@ def warn_of_missed(run: FitRun) -> None:
     if run.intervals.validates and run.counters.validations == 0 and run.rank == 0:
         logger.warning(
             "The run is over, and no validation was due in it: val_every is %s.",
-            run.intervals.val_schedule.interval,
+            run.context.settings.val_every,
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ class Recorder:
         validated: For every name that validation logs, its last value and the update at which it
             became available. It is None before the first validation, for names known from the
             sanity check.
+        sanity_checking: Whether the current evaluation is the sanity check before training.
         private: Names that go to the local record, but not to the trackers.
     """
 
@@ -64,6 +66,18 @@ class Recorder:
         self.updates: dict[str, int] = {}
         self.validated: dict[str, tuple[float, int] | None] = {}
         self.private: set[str] = set()
+        self.sanity_checking = False
+
+    @contextmanager
+    def sanity_check(self) -> Iterator[None]:
+        """Record nothing inside, and put the latest values back on exit."""
+        latest, updates = dict(self.latest), dict(self.updates)
+        self.sanity_checking = True
+        try:
+            yield
+        finally:
+            self.sanity_checking = False
+            self.latest, self.updates = latest, updates
 
     def record(self, values: Mapping[str, Value], *, step: int, epoch: int) -> dict[str, float]:
         """Copy the values to the host, in one transfer, and record them; waits for the device.
@@ -74,9 +88,12 @@ class Recorder:
             epoch: The current epoch.
 
         Returns:
-            The values as floats.
+            The values as floats; none in a sanity check, where they are only remembered.
         """
         self.flush()
+        if self.sanity_checking:
+            self.remember(to_floats(values), step)
+            return {}
         return self._write(to_floats(values), step, epoch)
 
     def record_later(self, values: Mapping[str, Value], *, step: int, epoch: int) -> None:

@@ -34,7 +34,6 @@ from trainer.engines.model import check_same_model
 from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
 from trainer.loops.buffers import FrozenParameters
-from trainer.loops.config import Schedule
 from trainer.loops.dataloaders import check_step, loaders_for, make_epoch_iterators
 from trainer.loops.device_transfer import DeviceTransfer, counts_items
 from trainer.loops.fit_state import load_datamodule, load_run, load_weights
@@ -171,8 +170,8 @@ def make_fit_run(
         optim=optim,
         data=data,
         intervals=Intervals(
-            val_schedule=Schedule(Interval.parse(settings.val_every)),
-            log_schedule=Schedule(Interval.parse(settings.log_every)),
+            Interval.parse(settings.val_every),
+            Interval.parse(settings.log_every),
             # A trial is too short, and needs no warning.
             validates=bool(val_iterators)
             and context.trial_steps is None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from callbacks import Progress
+from callbacks import Interval, Progress
 from trainer.checkpoint.async_writer import Writer
 from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
 from trainer.data.seeding import RunGenerators
@@ -150,7 +150,6 @@ class Run:
         eval_iterators: The epoch iterators of the data to evaluate; in a fit those of the
             validation data, empty if there is none.
         batch_idx: The index of the current batch, as passed to the user's step.
-        sanity_checking: Whether the current evaluation is the sanity check before training.
         timing: Measures the parts of the loop that are not calls of the objects above; see
             `trainer.loops.profiler`.
     """
@@ -164,7 +163,6 @@ class Run:
     eval_iterators: list[EpochIterator]
     counters: Final[Counters] = field(default_factory=Counters)
     batch_idx: int = 0
-    sanity_checking: bool = False
     timing: Timing = field(default_factory=Untimed)
 
     @cached_property
@@ -281,39 +279,70 @@ class FitData:
     epoch_length: int | None = _UNKNOWN
 
 
-@dataclass(kw_only=True)
 class Intervals:
     """When the run validates and logs.
 
-    Attributes:
-        val_schedule: When validation is due.
-        log_schedule: At which updates logged values are recorded.
+    Args:
+        val_every: How often to validate.
+        log_every: How often the values of an update are recorded.
         validates: Whether there is validation data and the run is long enough for a validation.
+
+    Attributes:
+        validates: The argument.
         log_due: Whether the values of the current update will be recorded.
-        last_logged: The latest update whose values were recorded.
     """
 
-    val_schedule: Final[Schedule]
-    log_schedule: Final[Schedule]
-    validates: Final[bool]
-    log_due: bool = False
-    last_logged: int = 0
+    def __init__(self, val_every: Interval, log_every: Interval, *, validates: bool) -> None:
+        self._val, self._log = Schedule(val_every), Schedule(log_every)
+        self._last_logged = 0
+        self._before_validation = Progress()
+        self.validates = validates
+        self.log_due = False
+
+    def see_if_log_is_due(self, step: int, progress_at: Callable[[int], Progress]) -> None:
+        """Set `log_due` for the update in progress, which is not counted yet.
+
+        Args:
+            step: Its number.
+            progress_at: Returns the progress of the run when it is done.
+        """
+        interval, before = self._log.interval, self._log.before.steps
+        # Cheaper than the progress, at every update.
+        no = interval.unit == "steps" and before // interval.every >= step // interval.every
+        self.log_due = not no and self._log.due(progress_at(step))
+
+    def logged(self, step: int) -> None:
+        """Note that the values of an update are recorded."""
+        self._last_logged, self.log_due = step, False
+
+    def is_logged(self, step: int) -> bool:
+        """Return whether the values of an update, or of a later one, are recorded."""
+        return step <= self._last_logged
+
+    def validation_due(self, now: Progress) -> bool:
+        """Return whether a validation is due; call once per update."""
+        self._before_validation = self._val.before
+        return self._val.due(now)
+
+    def validate_again(self) -> None:
+        """Let the validation that was found due be due again, in the run that resumes."""
+        self._val.before = self._before_validation
 
     def begin(self, now: Progress) -> None:
         """Count from this progress: what was due before it is not due again."""
-        self.val_schedule.before = self.log_schedule.before = now
-        self.last_logged = now.steps
+        self._val.before = self._log.before = now
+        self._last_logged = now.steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return when the run last logged and validated."""
-        schedules = {"val": self.val_schedule.state_dict(), "log": self.log_schedule.state_dict()}
-        return {"last_logged": self.last_logged, "schedules": schedules}
+        schedules = {"val": self._val.state_dict(), "log": self._log.state_dict()}
+        return {"last_logged": self._last_logged, "schedules": schedules}
 
     def load_state_dict(self, state: Mapping[str, Any], now: Progress) -> None:
         """Restore the schedules, at this progress of the run."""
-        self.last_logged = state["last_logged"]
-        self.val_schedule.load_state_dict(state["schedules"]["val"], now)
-        self.log_schedule.load_state_dict(state["schedules"]["log"], now)
+        self._last_logged = state["last_logged"]
+        self._val.load_state_dict(state["schedules"]["val"], now)
+        self._log.load_state_dict(state["schedules"]["log"], now)
 
 
 @dataclass(kw_only=True)
@@ -464,6 +493,7 @@ class FitRun(Run):
         is_stream = self.data.epoch_iterator.sampler is None
         ended = counts and (micro_batch.ended or (micro_batch.last and is_stream))
         guard, saving, stopping = self.optim.guard, self.saving, self.stopping
+        waiting = saving.pending_saves.waiting
         bad_losses: float | Tensor = 0.0
         if guard is not None:
             guard.window_loss = loss
@@ -477,7 +507,7 @@ class FitRun(Run):
             seconds=self.clock if self.rank == 0 and self.world_size > 1 else 0.0,
             ended=1.0 if ended else 0.0,
             failed_saves=1.0 if saving.writer.failed else 0.0,
-            requested_saves=float(len(saving.pending_saves.waiting)),
+            requested_saves=float(len(waiting)) if waiting else 0.0,
             ended_ranks=float(self.rank) if ended else 0.0,
             epoch_votes=1.0 if ends_epoch else 0.0,
             bad_losses=bad_losses,

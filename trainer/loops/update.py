@@ -48,7 +48,7 @@ def update(
     factor = optim.weighting.factor(window_items)
     if factor is not None:
         run.engine.gradients.scale_(optim.parameters.all, factor)
-    see_if_log_is_due(run)
+    run.intervals.see_if_log_is_due(run.counters.global_step + 1, run.progress_at)
     for optimizer in optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
     if should_step(run, last_loss):
@@ -197,12 +197,6 @@ def reduce_step_metrics(run: FitRun) -> None:
         validated = {name: latest for name, latest in run.recorder.validated.items() if latest}
         later = {name: value for name, (value, at) in validated.items() if at == step}
         run.recorder.remember(values | later, step)
-
-
-def see_if_log_is_due(run: FitRun) -> None:
-    """Set `Intervals.log_due` for the update in progress, which is not counted yet."""
-    step, schedule = run.counters.global_step + 1, run.intervals.log_schedule
-    run.intervals.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
 
 
 def drop_gradients(run: FitRun) -> None:

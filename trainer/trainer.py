@@ -60,7 +60,7 @@ from trainer.loops.config import (
     project_dir_of,
     with_default_callbacks,
 )
-from trainer.loops.dataloaders import Sources, are_empty, take_datamodule
+from trainer.loops.dataloaders import FitLoaders, are_empty, take_datamodule
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import fit, should_end
 from trainer.loops.fit_state import require_space, save_run, save_weights_alone
@@ -78,7 +78,7 @@ from trainer.loops.preflight import check_checkpoint_names
 from trainer.loops.profiler import SAVING, Begin, profiling
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_directory import Project
-from trainer.loops.state import Counters, FitData, FitRun, Run
+from trainer.loops.state import Counters, FitRun, Run
 from trainer.metrics import MetricStore, to_floats
 from trainer.module import TrainModule
 from trainer.optim.clipping import validate_limits
@@ -444,7 +444,7 @@ class Trainer:
             "train_dataloaders", train_dataloaders, datamodule
         )
         self._epoch_iterator = None
-        sources = Sources(
+        loaders = FitLoaders(
             settings=self._context.settings,
             accelerator=self.accelerator,
             module=module,
@@ -468,16 +468,17 @@ class Trainer:
             lock_added()
             chosen, weights = setup.choose_start(self._context, stage, ckpt_path)
             begun = self._begin_counters() if chosen is None else Counters()
-            origin = sources.origin(chosen, begun)
+            origin = loaders.begin(chosen, begun)
             # For the hooks.
             self._counters = replace(begun, epoch=origin.epoch, global_step=origin.step)
-            self._epoch_iterator, val_iterators = sources.make(origin)
+            val_iterators = loaders.make()
+            self._epoch_iterator = loaders.epoch_iterator
             if are_empty([self._epoch_iterator]):
                 return
             run = setup.make_fit_run(
                 self._context,
                 stage,
-                FitData(sources=sources, origin=origin, epoch_iterator=self._epoch_iterator),
+                loaders,
                 val_iterators,
                 chosen,
                 begun,
@@ -741,7 +742,7 @@ class Trainer:
 
     def pause_schedulers(self) -> None:
         """Stop stepping all schedulers for the rest of the fit; the caller sets learning rates."""
-        self._fit_run("pause_schedulers").optim.schedulers_paused = True
+        self._fit_run("pause_schedulers").optim.pause_schedulers()
 
     def update_batch_norm(self) -> None:
         """Recompute batch normalisation statistics over an epoch of the training data; collective.
@@ -873,7 +874,7 @@ class Trainer:
     @property
     def progress(self) -> Progress:
         """The progress of the fit, the same on all processes."""
-        return self._fit_run("progress").progress
+        return self._fit_run("progress").progress()
 
     @property
     def callback_metrics(self) -> dict[str, float]:
@@ -994,7 +995,7 @@ class Trainer:
 
         Checkpoints and logged metrics identify optimizers by these names.
         """
-        return [] if self._fit is None else self._fit.optim.names
+        return [] if self._fit is None else self._fit.optim.states.names
 
     @property
     def schedulers(self) -> list[SchedulerEntry]:
@@ -1086,7 +1087,7 @@ class Trainer:
                 "training_step decides when to step."
             )
         replace(self._context.settings, gradient_accumulation_steps=steps)  # validates it
-        run.optim.accumulation = steps
+        run.optim.accumulate(steps)
 
     def accumulation_in(self, epoch: int) -> int:
         """Return the micro-batches per update in `epoch`, for a run that is not resumed."""

@@ -211,25 +211,41 @@ class RunGenerators:
     """The global generators and those of a module, which a checkpoint holds.
 
     Args:
-        module: The user's module.
-        of_data: Generators that the data seed anew in each epoch; they are left out.
+        module: The user's module, in which they are looked for at each call.
+        of_data: Returns generators that the data seed anew in each epoch; they are left out.
     """
 
-    def __init__(self, module: nn.Module, of_data: NamedGenerators) -> None:
-        data_ids = set(map(id, of_data.values()))
-        self.named = {
-            path: g for path, g in module_generators(module).items() if id(g) not in data_ids
-        }
+    def __init__(self, module: nn.Module, of_data: Callable[[], NamedGenerators]) -> None:
+        self._module, self._of_data = module, of_data
+        self._saved: dict[str, Any] | None = None
+
+    def named(self) -> NamedGenerators:
+        """Return the generators of the module by their paths."""
+        data_ids = set(map(id, self._of_data().values()))
+        generators = module_generators(self._module)
+        return {path: g for path, g in generators.items() if id(g) not in data_ids}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all generators, as a tree that a checkpoint can hold."""
-        return rng_state() | {"own": states_of(self.named)}
+        return rng_state() | {"own": states_of(self.named())}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Restore the states; return the paths where the module has no such generator now."""
         load_rng_state(state)
         # "own" is missing on a rank that the run did not have when it was saved.
-        return load_states(self.named, state.get("own", {}))
+        return load_states(self.named(), state.get("own", {}))
+
+    def restore_later(self, state: dict[str, Any]) -> None:
+        """Keep states for `restore`, since the set-up of a run still draws random numbers."""
+        self._saved = state
+
+    def restore(self) -> list[str]:
+        """Restore the states that are kept, once; returns as `load_state_dict`."""
+        if self._saved is None:
+            return []
+        missing = self.load_state_dict(self._saved)
+        self._saved = None
+        return missing
 
 
 def _kind(generator: Any) -> str:

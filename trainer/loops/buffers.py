@@ -237,7 +237,7 @@ def update_batch_norm(run: FitRun) -> None:
     epoch_iterator = run.data.epoch_iterator.independent_copy()
     # Independent of the RNG state, since a resumed run may call this at another point.
     seed = mix(run.data.epoch_iterator.seed, run.counters.epoch, run.dp_rank)
-    generators = run.generators.named
+    generators = run.saving.generators.named()
     with (
         kept_buffers(run.module, besides=set(norms)),
         kept_metrics(run.module),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableSequence, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainer.distributed.process_control import on_all
 from trainer.errors import module_logger
 from trainer.hooks import call_if_there, check_step_signature, is_overridden
 from trainer.loops.config import Settings, apply_limit, require_length
-from trainer.loops.state import Counters, FitRun
+from trainer.loops.state import Counters
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed
 
@@ -248,6 +249,7 @@ def check_step(stage: str, module: TrainModule, epoch_iterators: Sequence[EpochI
         check_step_signature(module, STEPS[stage][0], len(epoch_iterators))
 
 
+_UNKNOWN = -1
 _DRAWS_BY_LOADERS = 5  # mixed into the loader hooks' seeds, so that they differ from other seeds
 
 
@@ -267,16 +269,12 @@ class Origin:
     step: int = 0
     seed: int
 
-    def describe(self) -> dict[str, int]:
-        """Return the fields for the manifest of a checkpoint."""
-        return asdict(self)
 
+@dataclass(kw_only=True)
+class FitLoaders:
+    """The loaders of a fit: arguments of `fit`, or from hooks, perhaps again every few epochs.
 
-@dataclass(frozen=True, kw_only=True)
-class Sources:
-    """Where the loaders of a fit come from: arguments of `fit`, or hooks.
-
-    Attributes:
+    Args:
         settings: The Trainer's arguments.
         accelerator: The accelerator, over whose ranks the data are sharded.
         module: The user's module.
@@ -284,6 +282,9 @@ class Sources:
         val: The validation loaders that were passed to `fit`.
         datamodule: The datamodule that was passed to `fit`.
         may_be_empty: Whether loaders may have no batches.
+
+    Attributes:
+        epoch_iterator: The epoch iterator of the training data.
 
     Raises:
         ValueError: ``reload_dataloaders_every_n_epochs`` is set, but loaders were passed to `fit`.
@@ -296,9 +297,11 @@ class Sources:
     val: Any
     datamodule: Any
     may_be_empty: bool = False
+    epoch_iterator: EpochIterator = field(init=False)
 
     def __post_init__(self) -> None:
         """Raise if loaders were passed to `fit` that would have to be created again."""
+        self._length: int | None = _UNKNOWN
         every = self.settings.reload_dataloaders_every_n_epochs
         for argument, hook in (("train", "train_dataloader"), ("val", "val_dataloader")):
             if every and getattr(self, argument) is not None:
@@ -309,7 +312,7 @@ class Sources:
                     "reload_dataloaders_every_n_epochs at 0."
                 )
 
-    def origin(self, chosen: Path | None, begun: Counters) -> Origin:
+    def begin(self, chosen: Path | None, begun: Counters) -> Origin:
         """Return the origin of the first loaders, after seeding the global RNG if there is a seed.
 
         Args:
@@ -320,31 +323,39 @@ class Sources:
         if seed is not None:
             set_seed(seed)
         if chosen is not None and (saved := read_manifest(chosen).get("loaders")):
-            return Origin(**saved)
-        seed = broadcast_object(torch.initial_seed()) if seed is None else seed
-        return Origin(epoch=begun.epoch, step=begun.global_step, seed=seed)
+            self._origin = Origin(**saved)
+        else:
+            seed = broadcast_object(torch.initial_seed()) if seed is None else seed
+            self._origin = Origin(epoch=begun.epoch, step=begun.global_step, seed=seed)
+        return self._origin
 
-    def make(self, origin: Origin) -> tuple[EpochIterator, list[EpochIterator]]:
-        """Create the loaders; return the training and validation epoch iterators; collective.
-
-        Args:
-            origin: The run's progress.
+    def make(self) -> list[EpochIterator]:
+        """Create the first loaders; return the validation epoch iterators; collective.
 
         Raises:
             ValueError: A loader is empty.
             TypeError: There is validation data but no ``validation_step``.
             RuntimeError: A hook failed on another rank.
         """
-        return self.epoch_iterators(origin, *on_all(lambda: self.call(origin), "fit"))
+        return self._take(*on_all(lambda: self._call(self._origin), "fit"))
 
-    def call(self, origin: Origin) -> tuple[list[Any], list[Any]]:
+    def describe(self) -> dict[str, int]:
+        """Return the origin of the loaders, for the manifest of a checkpoint."""
+        return asdict(self._origin)
+
+    def begin_epoch(self) -> None:
+        """Keep the number of batches for the epoch that begins, as every update may need it."""
+        self._length = self.epoch_iterator.num_batches
+
+    def num_batches(self) -> int | None:
+        """Return the batches of all ranks in the epoch; None if unknown until the data is read."""
+        return self.epoch_iterator.num_batches if self._length == _UNKNOWN else self._length
+
+    def _call(self, origin: Origin) -> tuple[list[Any], list[Any]]:
         """Return the training and the validation loaders, from the hooks if none were passed.
 
         If the hooks are called every few epochs, they run under an RNG that is seeded from the
         run's seed and the epoch, so that a resumed run draws the same random numbers.
-
-        Args:
-            origin: The run's progress.
         """
         again = self.settings.reload_dataloaders_every_n_epochs
         drawn = mix(origin.seed, origin.epoch, _DRAWS_BY_LOADERS)
@@ -357,73 +368,71 @@ class Sources:
             loaders = loaders_for("fit", self.train, *owners)
             return loaders, validation_loaders(self.val, *owners, self.settings)
 
-    def epoch_iterators(
-        self, origin: Origin, loaders: list[Any], val: list[Any]
-    ) -> tuple[EpochIterator, list[EpochIterator]]:
+    def _take(self, loaders: list[Any], val: list[Any]) -> list[EpochIterator]:
         """Create the epoch iterators of loaders, with the Trainer's limits; collective.
 
         Args:
-            origin: The run's progress.
             loaders: The training loader, in a list.
             val: The validation loaders.
 
         Returns:
-            The training epoch iterator and the validation epoch iterators.
+            The validation epoch iterators.
 
         Raises:
             ValueError: A loader is empty.
         """
-        settings, accelerator = self.settings, self.accelerator
-        (epoch_iterator,) = make_epoch_iterators(
-            "train",
-            loaders,
-            settings,
-            accelerator,
-            seed=origin.seed,
+        settings = self.settings
+        make = partial(
+            make_epoch_iterators,
+            settings=settings,
+            accelerator=self.accelerator,
+            seed=self._origin.seed,
             may_be_empty=self.may_be_empty,
         )
-        val_iterators = make_epoch_iterators(
-            "validate", val, settings, accelerator, seed=origin.seed, may_be_empty=self.may_be_empty
-        )
+        (epoch_iterator,) = make("train", loaders)
+        val_iterators = make("validate", val)
         if are_empty(val_iterators):
             val_iterators = []
         check_step("validate", self.module, val_iterators)
         require_length(epoch_iterator, val_every=settings.val_every, log_every=settings.log_every)
-        return epoch_iterator, val_iterators
+        self.epoch_iterator = epoch_iterator
+        return val_iterators
 
+    def reload_if_due(
+        self, counters: Counters, val_iterators: list[EpochIterator]
+    ) -> list[EpochIterator]:
+        """Create the loaders again if that is due in this epoch; ends the old loaders' workers.
 
-def reload_if_due(run: FitRun) -> None:
-    """Create the loaders again if that is due in this epoch; ends the old loaders' workers.
+        Args:
+            counters: The run's progress.
+            val_iterators: The validation epoch iterators so far.
 
-    Args:
-        run: The fit.
+        Returns:
+            Those to use from here on.
 
-    Raises:
-        ValueError: See `Sources.make`; or there is no longer any validation data.
-        RuntimeError: A hook failed on another rank.
-    """
-    counters, sources = run.counters, run.data.sources
-    every = sources.settings.reload_dataloaders_every_n_epochs
-    if not every or counters.epoch % every:
-        return
-    origin = Origin(
-        epoch=counters.epoch, step=counters.global_step, seed=run.data.epoch_iterator.seed
-    )
-    for old in (run.data.epoch_iterator, *run.eval_iterators):
-        old.close()
+        Raises:
+            ValueError: A loader is empty; or there is no longer any validation data.
+            RuntimeError: A hook failed on another rank.
+        """
+        every = self.settings.reload_dataloaders_every_n_epochs
+        if not every or counters.epoch % every:
+            return val_iterators
+        origin = Origin(
+            epoch=counters.epoch, step=counters.global_step, seed=self.epoch_iterator.seed
+        )
+        for old in (self.epoch_iterator, *val_iterators):
+            old.close()
 
-    def call() -> tuple[list[Any], list[Any]]:
-        loaders, val_loaders = sources.call(origin)
-        if run.eval_iterators and not val_loaders:
-            raise ValueError(
-                f"val_dataloader returned nothing in epoch {counters.epoch}, so validations that "
-                "are due could not run. Return loaders in every epoch; val_every says how often "
-                "to validate."
-            )
-        return loaders, val_loaders
+        def call() -> tuple[list[Any], list[Any]]:
+            loaders, val_loaders = self._call(origin)
+            if val_iterators and not val_loaders:
+                raise ValueError(
+                    f"val_dataloader returned nothing in epoch {counters.epoch}, so validations "
+                    "that are due could not run. Return loaders in every epoch; val_every says how "
+                    "often to validate."
+                )
+            return loaders, val_loaders
 
-    loaders, val_loaders = on_all(call, "reload_dataloaders_every_n_epochs")
-    run.data.epoch_iterator, run.eval_iterators = sources.epoch_iterators(
-        origin, loaders, val_loaders
-    )
-    run.data.origin = origin
+        loaders, val_loaders = on_all(call, "reload_dataloaders_every_n_epochs")
+        self._origin = origin
+        return self._take(loaders, val_loaders)

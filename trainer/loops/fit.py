@@ -15,7 +15,7 @@ from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted, module_logger
 from trainer.loops.buffers import sync_buffers
-from trainer.loops.dataloaders import check_same_length, reload_if_due
+from trainer.loops.dataloaders import check_same_length
 from trainer.loops.evaluate import (
     ENDED_EARLY,
     VALIDATION,
@@ -23,12 +23,7 @@ from trainer.loops.evaluate import (
     evaluate,
     record_epoch,
 )
-from trainer.loops.manual import ManualOptimization
-from trainer.loops.module_flags import (
-    changed_attributes,
-    frozen_and_eval_flags,
-    plain_attributes,
-)
+from trainer.loops.manual import manual_of
 from trainer.loops.preflight import check_reachable, warn_of_missed, warn_of_shared_names
 from trainer.loops.profiler import DATA, VALIDATING
 from trainer.loops.state import FitRun
@@ -53,7 +48,7 @@ def fit(run: FitRun) -> None:
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
     if not run.module.automatic_optimization:
-        run.manual = ManualOptimization(run)
+        manual_of(run)
     free = schedule_free(run.optim.optimizers)
     for optimizer in free:
         optimizer.train()
@@ -71,7 +66,7 @@ def fit(run: FitRun) -> None:
     while run.saving.work_due or not should_end(run):
         if counters.epoch_complete and not run.saving.work_due:
             counters.begin_epoch()
-            run.timing.call(DATA, reload_if_due, run)
+            run.timing.call(DATA, run.reload_loaders)
         train_epoch(run)
     restore_rng(run)
     metrics.scope = None  # no epoch follows, so no hook from here on may log
@@ -89,7 +84,7 @@ def fit(run: FitRun) -> None:
     hooks.on_fit_end()
     for optimizer in free:
         optimizer.eval()  # the module keeps the weights to evaluate
-    run.saving.ended = frozen_and_eval_flags(run.module)
+    run.saving.module_state.end()
 
 
 def check_same_hook(run: FitRun, hook: str) -> None:
@@ -111,7 +106,7 @@ def should_end(run: FitRun) -> bool:
         return True
     if run.step_sync.latest.stop_votes > 0:
         run.stopping.decide()
-    return run.stopping.now and run.length.may_stop_early(run.progress)
+    return run.stopping.now and run.length.may_stop_early(run.progress())
 
 
 def train_epoch(run: FitRun) -> None:
@@ -125,17 +120,14 @@ def train_epoch(run: FitRun) -> None:
         restore_rng(run)
         # Those that have ended the previous epoch, or came at its end.
         run.step_sync.latest = run.step_sync.latest._replace(epoch_votes=0.0)
-        before = plain_attributes(run.module)
-        run.hooks.on_train_epoch_start()
-        run.saving.epoch_attributes |= changed_attributes(run.module, before)
-    elif run.saving.starts_epoch_again:
+        run.saving.module_state.start_epoch(run.hooks.on_train_epoch_start)
+    else:
         with run.metrics.muted():  # its first call has logged
-            run.hooks.on_train_epoch_start()
-    run.saving.starts_epoch_again = False
+            run.saving.module_state.resume_epoch(run.hooks.on_train_epoch_start)
     run.engine.begin_epoch()
     if run.world_size > 1:
         check_same_length(epoch_iterator, f"train loader in epoch {counters.epoch}")
-    run.data.epoch_length = epoch_iterator.num_batches
+    run.data.begin_epoch()
     restore_rng(run)
     if run.saving.work_due:
         run.saving.work_due = False
@@ -144,8 +136,7 @@ def train_epoch(run: FitRun) -> None:
             return
     train: Callable[[Iterator[GlobalBatch]], bool] = partial(train_window, run)
     if not run.module.automatic_optimization:
-        run.manual = run.manual or ManualOptimization(run)  # a hook may have chosen it
-        train = run.manual.train_window
+        train = manual_of(run).train_window
     begun_at = counters.global_batches
     with closing(
         run.device_transfer.global_batches(epoch_iterator, keeps_latest=run.hooks.may_end_epoch)
@@ -168,11 +159,8 @@ def train_epoch(run: FitRun) -> None:
 
 def restore_rng(run: FitRun) -> None:
     """Restore the RNG states of the checkpoint being resumed, once; later calls do nothing."""
-    if run.saving.saved_rng is None:
-        return
     with reading("The state of the random generators", "cannot be restored"):
-        missing = run.generators.load_state_dict(run.saving.saved_rng)
-    run.saving.saved_rng = None
+        missing = run.saving.generators.restore()
     if missing:
         logger.warning(
             "%s had random generators when the checkpoint was saved (%s) that it does not have "
@@ -217,7 +205,7 @@ def finish_update(run: FitRun) -> None:
     if run.step_sync.latest.signals:
         preempt(run)
     on_all_ranks = counters.epoch_complete  # whether one more collective here costs little
-    if run.eval_iterators and run.intervals.validation_due(run.progress):
+    if run.eval_iterators and run.intervals.validation_due(run.progress()):
         on_all_ranks = True
         try:
             validate(run)
@@ -260,7 +248,7 @@ def finish_boundary(run: FitRun) -> None:
     restore_rng(run)
     boundary(run, on_all_ranks=True)
     # Restored after the hooks that are called a second time.
-    run.saving.saved_rng = run.generators.state_dict()
+    run.saving.generators.restore_later(run.saving.generators.state_dict())
 
 
 def preempt(run: FitRun) -> NoReturn:
@@ -341,7 +329,7 @@ def validate(run: FitRun) -> None:
     if run.optim.guard is not None:
         run.optim.guard.read_pending()
     sync_buffers(run)
-    generators, metrics = run.generators.state_dict(), metric_states(run.module)
+    generators, metrics = run.saving.generators.state_dict(), metric_states(run.module)
     try:
         with (
             run.timing.part(VALIDATING),
@@ -351,7 +339,7 @@ def validate(run: FitRun) -> None:
             values = evaluate(run, VALIDATION)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)
-        run.generators.load_state_dict(generators)
+        run.saving.generators.load_state_dict(generators)
         put_metrics_back(metrics)
         raise
     step = run.counters.global_step
@@ -385,7 +373,7 @@ def sanity_check(run: FitRun) -> None:
     if not run.eval_iterators or steps == 0 or run.counters.batches_seen > 0:
         return
     limits = [epoch_iterator.limit for epoch_iterator in run.eval_iterators]
-    generators, names = run.generators.state_dict(), set(run.metrics.names)
+    generators, names = run.saving.generators.state_dict(), set(run.metrics.names)
     metrics = metric_states(run.module)
     try:
         with run.recorder.sanity_check():
@@ -410,5 +398,5 @@ def sanity_check(run: FitRun) -> None:
     finally:
         for epoch_iterator, limit in zip(run.eval_iterators, limits, strict=True):
             epoch_iterator.limit = limit
-        run.generators.load_state_dict(generators)
+        run.saving.generators.load_state_dict(generators)
         put_metrics_back(metrics)

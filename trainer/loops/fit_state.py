@@ -56,8 +56,6 @@ from trainer.engines.base import Engine
 from trainer.errors import CheckpointError, module_logger
 from trainer.hparams import to_manifest
 from trainer.loops.buffers import sync_buffers
-from trainer.loops.module_flags import EpochStart, ModuleFlags
-from trainer.loops.optimizer_states import OptimizerStates
 from trainer.loops.run_metadata import versions
 from trainer.loops.state import FitRun
 from trainer.metrics.accumulators import MetricAccumulators
@@ -77,16 +75,26 @@ _OPTIMIZERS = ("options", "optimizers", "groups", "schedulers", OPTIMIZER)
 
 
 def parts_before_hooks(
-    run: FitRun, optimizers: OptimizerStates, callbacks: Sequence[Callback]
+    run: FitRun,
+    callbacks: Sequence[Callback],
+    dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> Parts:
     """Return what is equal on all ranks and restored before the callbacks' hooks, in that order.
 
     The module's weights come before it. The keys are those of ``trainer.json``, but for the tensors
     of the optimizers, which are in ``optimizer.json``.
+
+    Args:
+        run: The fit.
+        callbacks: The callbacks.
+        dtypes: See `OptimizerStates.load_state_dict`.
     """
+    optimizers, module_state = run.optim.states, run.saving.module_state
     return {
-        "switches": ModuleFlags(run.module, run.saving, warns=run.rank == 0),
-        _OPTIMIZERS: optimizers,
+        "switches": StateFunctions(module_state.flags, module_state.load_flags),
+        _OPTIMIZERS: StateFunctions(
+            optimizers.state_dict, partial(optimizers.load_state_dict, dtypes=dtypes)
+        ),
         "scaler": run.precision,
         ("counters", "items_seen", "epoch_votes"): run,
         "guard": run.optim.guard,
@@ -99,7 +107,6 @@ def parts_before_hooks(
 def shared_trees(
     run: FitRun,
     callbacks: Sequence[Callback],
-    optimizers: OptimizerStates,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what is equal on all ranks, by the stems of the files that hold it.
@@ -107,10 +114,9 @@ def shared_trees(
     Args:
         run: The fit.
         callbacks: The callbacks, whose states are saved.
-        optimizers: The optimizers, whose states may be gathered.
         extra: What the ``on_save_checkpoint`` hooks have added.
     """
-    tree = collect({**parts_before_hooks(run, optimizers, callbacks), **parts_after_hooks(run)})
+    tree = collect({**parts_before_hooks(run, callbacks), **parts_after_hooks(run)})
     trees = {OPTIMIZER: tree.pop(OPTIMIZER), TRAINER: tree | {"extra": extra}}
     datamodule = run.stage.datamodule
     if has_state(datamodule) and (data := datamodule.state_dict()):
@@ -132,11 +138,12 @@ def parts_of_rank(run: FitRun) -> Parts:
 
 
 def _generators(run: FitRun) -> Stateful:
-    """They are restored when the training goes on, see `CheckpointState.saved_rng`."""
+    generators = run.saving.generators
 
     def load(saved: RankStates) -> None:
-        run.saving.saved_rng = saved.own
-        if saved.own is None:
+        if saved.own is not None:
+            generators.restore_later(saved.own)
+        else:
             logger.warning(
                 "The checkpoint was saved by fewer processes: rank %d starts with freshly seeded "
                 "generators.",
@@ -144,9 +151,9 @@ def _generators(run: FitRun) -> Stateful:
             )
             seed = mix(run.data.epoch_iterator.seed, run.dp_rank, run.counters.global_step)
             with isolated_rng(seed % 2**32):
-                run.saving.saved_rng = rng_state()
+                generators.restore_later(rng_state())
 
-    return StateFunctions(run.generators.state_dict, load)
+    return StateFunctions(generators.state_dict, load)
 
 
 def _metrics(run: FitRun) -> Stateful:
@@ -208,13 +215,14 @@ def parts_after_hooks(run: FitRun) -> Parts:
     The callbacks' hooks, which come before it, may have restored the data.
     """
     epoch_iterator, stopping = run.data.epoch_iterator, run.stopping
+    module_state = run.saving.module_state
 
     def resume_epoch(state: Mapping[str, Any]) -> None:
         if run.counters.epoch_batches and not run.counters.epoch_complete:
             epoch_iterator.resume_epoch(run.counters.epoch, state)
 
     return {
-        "epoch_start": EpochStart(run),
+        "epoch_start": StateFunctions(module_state.epoch_start, module_state.load_epoch_start),
         "should_stop": StateFunctions(
             lambda: stopping.now or run.step_sync.latest.stop_votes > 0, stopping.decide
         ),
@@ -223,7 +231,7 @@ def parts_after_hooks(run: FitRun) -> Parts:
         ("data", "order", "length"): StateFunctions(epoch_iterator.state_dict, resume_epoch),
         ("last_logged", "schedules"): StateFunctions(
             run.intervals.state_dict,
-            lambda state: run.intervals.load_state_dict(state, run.progress),
+            lambda state: run.intervals.load_state_dict(state, run.progress()),
         ),
     }
 
@@ -322,10 +330,10 @@ def _parts_to_save(
         CheckpointError: The state of some rank cannot be saved; raised on all ranks.
     """
     extra, edited = _state_from_hooks(run, trainer, request.target, weights_only)
-    optimizers, gathered = OptimizerStates(run.optim, run.module), None
+    gathered = None
     if run.engine.driver is not None:  # collective
         if not weights_only:
-            optimizers.gather()
+            run.optim.states.gather()
         gathered = run.engine.weights.full_state_dict(run.module)
     state, mesh = PartialState(), run.engine.parallel.mesh
     is_writer = is_writer_rank(state, request.on_each_node)
@@ -339,7 +347,7 @@ def _parts_to_save(
             weights, trees = {WEIGHTS_NAME: exported}, {TRAINER: {"extra": extra}} if extra else {}
             if not weights_only:
                 weights |= {} if trained is None else {TRAINED_NAME: trained}
-                trees = shared_trees(run, trainer.callbacks, optimizers, extra)
+                trees = shared_trees(run, trainer.callbacks, extra)
             parts = state_parts(weights, trees, shards)
             of_all_ranks.extend(parts if is_writer else ())
         if weights_only:
@@ -563,7 +571,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
         "world_size": run.world_size,
         "data_size": run.dp_size,
         "run_id": run.saving.run_id,
-        "loaders": run.data.origin.describe(),
+        "loaders": run.data.describe(),
         "metrics": {  # only metrics of these weights, that is, of the latest update
             name: value
             for name in run.recorder.latest
@@ -663,14 +671,12 @@ def load_run(run: FitRun, path: Path, *, trainer: Any, stays_stopped: bool) -> i
     if differs := reader.has_weights(TRAINED_NAME):
         weights = apply_edits(weights, saved, reader.weights(TRAINED_NAME, later=later))
     dtypes = dtypes_of(run.module, own_names(run.module, weights))
-    optimizers = OptimizerStates(run.optim, run.module, dtypes=dtypes, warns=run.rank == 0)
-    before_hooks = parts_before_hooks(run, optimizers, trainer.callbacks)
+    before_hooks = parts_before_hooks(run, trainer.callbacks, dtypes)
     restore(before_hooks, state, path, optional=_ADDED_LATER)
     if differs:
         load(weights, path / TRAINED_NAME)
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, run.module, checkpoint)
-    run.saving.starts_epoch_again = "epoch_start" not in state  # as in earlier releases
     restore(parts_of_rank(run), of_ranks, path, optional=["gradients"])
     restore(parts_after_hooks(run), state, path, optional=_ADDED_LATER)
     if not stays_stopped:

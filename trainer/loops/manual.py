@@ -84,7 +84,7 @@ class ManualOptimization:
             if run.optim.guard is not None and self._non_finite is not None:
                 run.optim.guard.should_step(self._non_finite, counters.global_step + 1, None)
                 self._non_finite = None
-            run.intervals.see_if_log_is_due(counters.global_step + 1, run.progress_at)
+            run.intervals.see_if_log_is_due(counters.global_step + 1, run.progress)
             counters.global_step += 1
         elif micro_batch.last and counters.epoch == counters.global_step == 0 and run.rank == 0:
             logger.warning(
@@ -162,3 +162,10 @@ class ManualOptimization:
             self._non_finite = non_finite
         else:  # the results of all optimizers are combined, and read back in one transfer
             self._non_finite = torch.maximum(self._non_finite, non_finite.to(self._non_finite))
+
+
+def manual_of(run: FitRun) -> ManualOptimization:
+    """Return what runs the batches in manual optimisation, which a hook may have chosen."""
+    if run.manual is None:
+        run.manual = ManualOptimization(run)
+    return run.manual

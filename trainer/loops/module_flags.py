@@ -7,7 +7,7 @@ holds neither, and a hook may have set them once, at an update that a resumed ru
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainer.errors import module_logger
-from trainer.loops.state import CheckpointState, FitRun
+from trainer.loops.state import Optimization
 from trainer.module import TrainModule
 from trainer.names import bare_names
 
@@ -67,29 +67,43 @@ def warn_of_dropout_off(module: nn.Module) -> None:
         )
 
 
-class ModuleFlags:
-    """The module flags that hooks had set.
-
-    If a flag list already differs between the starts of the two programs, the script was changed
-    in between. Its present flags are then kept.
+class ModuleState:
+    """What hooks have set on a module beside its weights: flags and plain attributes.
 
     Args:
         module: The user's module.
-        saving: Has the flags at the start of the program and, after it, at the end of the fit.
+        optim: Has the accumulation, which ``on_train_epoch_start`` may set.
         warns: Whether to log differences from the checkpoint.
     """
 
-    def __init__(self, module: nn.Module, saving: CheckpointState, *, warns: bool) -> None:
-        self._module, self._saving, self._warns = module, saving, warns
+    def __init__(self, module: TrainModule, optim: Optimization, *, warns: bool) -> None:
+        self._module, self._optim, self._warns = module, optim, warns
+        self._begun = frozen_and_eval_flags(module)
+        self._ended: dict[str, list[str]] | None = None
+        self._accumulation = optim.accumulation
+        # What on_train_epoch_start has set: it is not called again inside its epoch.
+        self._of_epoch: dict[str, Any] | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the flags at the start of the program and now."""
-        now = self._saving.ended or frozen_and_eval_flags(self._module)
-        return {"begun": self._saving.begun, "now": now}
+    def end(self) -> None:
+        """End the fit: later changes to the module do not belong to it."""
+        self._ended = frozen_and_eval_flags(self._module)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the flags that the saved program had set."""
-        begun, before, now = self._saving.begun, state["begun"], state["now"]
+    @property
+    def ended(self) -> bool:
+        """Whether the fit has reached its end."""
+        return self._ended is not None
+
+    def flags(self) -> dict[str, Any]:
+        """Return the module flags at the start of the program and now."""
+        return {"begun": self._begun, "now": self._ended or frozen_and_eval_flags(self._module)}
+
+    def load_flags(self, state: Mapping[str, Any]) -> None:
+        """Set the flags that the hooks of the saved program had set.
+
+        If a flag list already differs between the starts of the two programs, the script was
+        changed in between. Its present flags are then kept.
+        """
+        begun, before, now = self._begun, state["begun"], state["now"]
         if begun["frozen"] == before["frozen"]:
             frozen = set(now["frozen"])
             for name, parameter in bare_names(self._module, self._module.named_parameters()):
@@ -106,36 +120,35 @@ class ModuleFlags:
             for name, part in bare_names(self._module, self._module.named_modules()):
                 part.training = name not in evaluating
 
+    def start_epoch(self, hook: Callable[[], None]) -> None:
+        """Call ``on_train_epoch_start``, and note the attributes that it sets."""
+        before = plain_attributes(self._module)
+        hook()
+        self._of_epoch = (self._of_epoch or {}) | changed_attributes(self._module, before)
 
-class EpochStart:
-    """What ``on_train_epoch_start`` has set: it is not called again inside its epoch.
+    def resume_epoch(self, hook: Callable[[], None]) -> None:
+        """Call the hook again if the checkpoint, of an earlier release, lacks what it has set."""
+        if self._of_epoch is None:
+            self.start_epoch(hook)
 
-    Args:
-        run: The fit.
-    """
-
-    def __init__(self, run: FitRun) -> None:
-        self._module, self._saving, self._optim = run.module, run.saving, run.optim
-        self._accumulation = run.context.settings.gradient_accumulation_steps
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the attributes with their present values, and the accumulation."""
-        attributes = plain_attributes(self._module) if self._saving.epoch_attributes else {}
+    def epoch_start(self) -> dict[str, Any]:
+        """Return the attributes that the hook has set with present values, and the accumulation."""
+        attributes = plain_attributes(self._module) if self._of_epoch else {}
         return {
             "attributes": {
                 name: attributes.get(name, value)  # which may hold tensors now, as outputs
-                for name, value in self._saving.epoch_attributes.items()
+                for name, value in (self._of_epoch or {}).items()
             },
             "accumulation": [self._accumulation, self._optim.accumulation],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_epoch_start(self, state: Mapping[str, Any]) -> None:
         """Set them again."""
         set_attributes(self._module, state["attributes"])
-        self._saving.epoch_attributes = dict(state["attributes"])
+        self._of_epoch = dict(state["attributes"])
         begun, now = state.get("accumulation", (None, None))
         if begun == self._accumulation:  # else the script now asks for another number
-            self._optim.accumulation = now
+            self._optim.accumulate(now)
 
 
 _PLAIN = (bool, int, float, str, type(None))

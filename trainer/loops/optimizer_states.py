@@ -2,79 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainer.checkpoint.state import PlacedState
 from trainer.errors import CheckpointError
-from trainer.loops.state import Optimization
 from trainer.module import TrainModule
+from trainer.optim.configure import SchedulerEntry
 from trainer.optim.fingerprint import check_schedules, keep_options, options_of
 from trainer.optim.groups import names_of_groups, restore_groups
+from trainer.optim.optimizer import AcceleratedOptimizer
 
 
 class OptimizerStates:
-    """The optimizers, their groups, schedulers and fingerprint.
+    """The state of optimizers, their groups, schedulers and fingerprint.
 
     Args:
-        optim: The optimizers and schedulers.
+        optimizers: The prepared optimizers.
+        names: Their names, see `trainer.optim.configure.names_of`.
+        schedulers: The schedulers.
         module: The user's module.
-        dtypes: See `trainer.optim.state.load_state`.
+        fingerprint: Their options as text, see `trainer.optim.fingerprint.options_of`.
         warns: Whether to warn of options that the script has changed since the save.
+
+    Attributes:
+        names: The argument.
     """
 
     def __init__(
         self,
-        optim: Optimization,
+        optimizers: Sequence[AcceleratedOptimizer],
+        names: list[str],
+        schedulers: Sequence[SchedulerEntry],
         module: TrainModule,
         *,
-        dtypes: Mapping[int, torch.dtype] | None = None,
-        warns: bool = False,
+        fingerprint: dict[str, str],
+        warns: bool,
     ) -> None:
-        self._optim, self._module, self._warns = optim, module, warns
-        self._parts = [PlacedState(each, [module], dtypes) for each in optim.optimizers]
+        self._optimizers, self.names, self._schedulers = optimizers, names, schedulers
+        self._module, self._warns = module, warns
+        self._fingerprint = fingerprint
         self._gathered: list[Any] | None = None
 
     def gather(self) -> None:
         """Take the optimizers' states now, where an engine gathers them; collective."""
-        self._gathered = [each.state_dict() for each in self._parts]
+        self._gathered = self._states()
+
+    def _states(self) -> list[Any]:
+        return [PlacedState(each, [self._module]).state_dict() for each in self._optimizers]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states; those of the optimizers under ``"optimizer"``."""
-        optim, states = self._optim, self._gathered
+        states, self._gathered = self._gathered, None
         return {
-            "options": optim.fingerprint,
-            "optimizers": optim.names,
-            "groups": [names_of_groups(optimizer, self._module) for optimizer in optim.optimizers],
-            "schedulers": [entry.scheduler.state_dict() for entry in optim.schedulers],
-            "optimizer": [each.state_dict() for each in self._parts] if states is None else states,
+            "options": self._fingerprint,
+            "optimizers": self.names,
+            "groups": [names_of_groups(optimizer, self._module) for optimizer in self._optimizers],
+            "schedulers": [entry.scheduler.state_dict() for entry in self._schedulers],
+            "optimizer": self._states() if states is None else states,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], dtypes: Mapping[int, torch.dtype] | None = None
+    ) -> None:
         """Restore the groups, then the optimizers, then the schedulers.
+
+        Args:
+            state: What `state_dict` returned.
+            dtypes: See `trainer.optim.state.load_state`.
 
         Raises:
             CheckpointError: `configure_optimizers` returned others than were saved.
         """
-        optim, options = self._optim, state.get("options", {})
+        options, fingerprint = state.get("options", {}), self._fingerprint
         self._check(state)
-        schedulers = [entry.scheduler for entry in optim.schedulers]
-        for optimizer, groups in zip(optim.optimizers, state["groups"], strict=True):
+        schedulers = [entry.scheduler for entry in self._schedulers]
+        for optimizer, groups in zip(self._optimizers, state["groups"], strict=True):
             restore_groups(optimizer, groups, self._module, schedulers=schedulers)
-        for part, saved in zip(self._parts, state["optimizer"], strict=True):
-            part.load_state_dict(saved)
+        for optimizer, saved in zip(self._optimizers, state["optimizer"], strict=True):
+            PlacedState(optimizer, [self._module], dtypes).load_state_dict(saved)
         _check_number("schedulers", schedulers, state["schedulers"])
-        check_schedules(optim.fingerprint, options, len(schedulers))
+        check_schedules(fingerprint, options, len(schedulers))
         for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
-        restored = options_of(optim.names, optim.optimizers, optim.schedulers)
-        keep_options(optim.fingerprint, options, restored, tell=self._warns)
+        restored = options_of(self.names, self._optimizers, self._schedulers)
+        keep_options(fingerprint, options, restored, tell=self._warns)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raise if the saved optimizers' number, names or order differ from the present ones."""
-        names, saved = self._optim.names, state["optimizers"]
+        names, saved = self.names, state["optimizers"]
         _check_number("optimizers", names, state["optimizer"])
         if saved is not None and names != saved:  # unknown in a checkpoint of another library
             raise CheckpointError(

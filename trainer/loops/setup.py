@@ -23,6 +23,7 @@ from trainer.checkpoint.accelerator_state import check_shared_disk
 from trainer.checkpoint.async_writer import Writer
 from trainer.checkpoint.resolve import WORDS, holds_weights_only, may_rewind
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.seeding import RunGenerators
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import broadcast_object
 from trainer.distributed.process_control import on_all, on_main
@@ -34,11 +35,17 @@ from trainer.engines.model import check_same_model
 from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
 from trainer.loops.buffers import FrozenParameters
-from trainer.loops.dataloaders import check_step, loaders_for, make_epoch_iterators
+from trainer.loops.dataloaders import (
+    FitLoaders,
+    check_step,
+    loaders_for,
+    make_epoch_iterators,
+)
 from trainer.loops.device_transfer import DeviceTransfer, counts_items
 from trainer.loops.fit_state import load_datamodule, load_run, load_weights
 from trainer.loops.lifecycle import RunContext, Stage
-from trainer.loops.module_flags import frozen_and_eval_flags
+from trainer.loops.module_flags import ModuleState
+from trainer.loops.optimizer_states import OptimizerStates
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preemption import Stopping
 from trainer.loops.preflight import (
@@ -56,7 +63,6 @@ from trainer.loops.run_metadata import name_of, versions
 from trainer.loops.state import (
     CheckpointState,
     Counters,
-    FitData,
     FitRun,
     Intervals,
     Optimization,
@@ -126,7 +132,7 @@ def choose_start(
 def make_fit_run(
     context: RunContext,
     stage: Stage,
-    data: FitData,
+    data: FitLoaders,
     val_iterators: list[EpochIterator],
     chosen: Path | None,
     begun: Counters,
@@ -182,7 +188,8 @@ def make_fit_run(
             writer=Writer(accelerator.state),
             pending_saves=PendingSaves(context.trainer.save_checkpoint),
             run_id=broadcast_object(uuid.uuid4().hex),
-            begun=frozen_and_eval_flags(module),
+            module_state=ModuleState(module, optim, warns=accelerator.is_main_process),
+            generators=RunGenerators(module, lambda: data.epoch_iterator.users_generators),
         ),
         started=time.monotonic(),
         frozen=FrozenParameters(),
@@ -260,6 +267,14 @@ def _optimization(
     names = names_of(entries)
     fingerprint = options_of(names, optimizers, schedulers)
     check_optimizer_fingerprints(fingerprint, alike=not engine.parallel.is_model_parallel)
+    states = OptimizerStates(
+        optimizers,
+        names,
+        schedulers,
+        module,
+        fingerprint=fingerprint,
+        warns=accelerator.is_main_process,
+    )
     guard = None
     if settings.non_finite != "ignore":
         guard = FiniteGuard(
@@ -275,7 +290,7 @@ def _optimization(
         reference = float(epoch_iterator.sampler.batch_size or 0) or None
     return Optimization(
         optimizers=optimizers,
-        names=names,
+        states=states,
         schedulers=schedulers,
         weighting=LossWeighting(
             micro_batches=settings.gradient_accumulation_steps,
@@ -291,7 +306,6 @@ def _optimization(
                 if entry.limits != NO_LIMITS
             ],
         ),
-        fingerprint=fingerprint,
         accumulation=settings.gradient_accumulation_steps,
         parameters=ParameterLists(module, optimizers),
     )
@@ -359,7 +373,7 @@ def _begin(run: FitRun, weights: Path | None) -> None:
     """Begin a new run: load its initial weights, if there are any, and seed the generators."""
     run.recorder.begin_anew()
     if run.counters.global_step:  # what an earlier run was due for is not due again
-        run.intervals.begin(run.progress)
+        run.intervals.begin(run.progress())
     if weights is not None:
         on_all(partial(load_weights, run.module, weights, run.engine), "fit")
     if run.dp_size < run.world_size:  # parts of one model may have drawn other numbers

@@ -40,12 +40,11 @@ from trainer.precision import Precision
 
 if TYPE_CHECKING:
     from trainer.loops.buffers import FrozenParameters
-    from trainer.loops.dataloaders import Origin, Sources
+    from trainer.loops.dataloaders import FitLoaders
     from trainer.loops.lifecycle import RunContext, Stage
     from trainer.loops.manual import ManualOptimization
-
-
-_UNKNOWN = -1
+    from trainer.loops.module_flags import ModuleState
+    from trainer.loops.optimizer_states import OptimizerStates
 
 
 class Timing(Protocol):
@@ -237,46 +236,33 @@ class Optimization:
 
     Attributes:
         optimizers: The prepared optimizers, in the user's order.
-        names: See `trainer.optim.configure.names_of`.
+        states: The state of both that checkpoints hold, and their names.
         schedulers: The learning rate schedulers, each with its interval and frequency.
         schedulers_paused: Whether a callback sets the learning rates, not the schedulers.
         weighting: Weights each micro-batch's loss by its items.
         guard: Finds non-finite gradients; None if they are ignored.
         clipping: Which gradients are clipped.
         accumulation: Micro-batches in the next gradient accumulation window.
-        fingerprint: The options of optimizers and schedulers as text; see
-            `trainer.optim.fingerprint.options_of`.
         parameters: The parameters of the module and the optimizers, as of the latest update.
     """
 
     optimizers: Final[list[AcceleratedOptimizer]]
-    names: Final[list[str]]
+    states: Final[OptimizerStates]
     schedulers: Final[list[SchedulerEntry]]
     weighting: Final[LossWeighting]
     guard: Final[FiniteGuard | None]
     clipping: Final[Clipping]
-    fingerprint: Final[dict[str, str]]
     parameters: Final[ParameterLists]
     accumulation: int
     schedulers_paused: bool = False
 
+    def accumulate(self, micro_batches: int) -> None:
+        """Accumulate the gradients of so many micro-batches, from the next window on."""
+        self.accumulation = micro_batches
 
-@dataclass(kw_only=True)
-class FitData:
-    """The data of a fit; the loaders may be replaced every few epochs.
-
-    Attributes:
-        sources: Where the data loaders come from; see `trainer.loops.dataloaders`.
-        origin: The run's progress when its loaders were created.
-        epoch_iterator: The epoch iterator of the training data.
-        epoch_length: Batches of all ranks in the current epoch; None if unknown until the data is
-            read; -1 before the first epoch, when `epoch_iterator` is asked each time.
-    """
-
-    sources: Final[Sources]
-    origin: Origin
-    epoch_iterator: EpochIterator
-    epoch_length: int | None = _UNKNOWN
+    def pause_schedulers(self) -> None:
+        """Leave the learning rates to a callback for the rest of the fit."""
+        self.schedulers_paused = True
 
 
 class Intervals:
@@ -353,27 +339,17 @@ class CheckpointState:
         writer: Writes checkpoints, also in the background.
         pending_saves: Pending saves, to be made at the next update boundary.
         run_id: Identifies the run, also in later starts that resume it.
-        begun: Module flags at the start: which parameters were frozen and which submodules in
-            eval mode; see `trainer.loops.module_flags`.
-        ended: Module flags as in `begun`, at the end of the fit: later changes to the module do
-            not belong to the run.
         work_due: Whether a signal ended the run before the work due after its last update.
-        saved_rng: RNG states of the checkpoint that the run resumes from; None once restored.
-        epoch_attributes: The module's plain attributes as ``on_train_epoch_start`` has set them.
-            Checkpoints hold them: a run that resumes inside the epoch does not call it again.
-        starts_epoch_again: Whether to call ``on_train_epoch_start`` again in the resumed epoch: the
-            checkpoint, of an earlier release, does not hold its attributes.
+        module_state: What hooks set on the module beside its weights.
+        generators: The random generators whose states a checkpoint holds.
     """
 
     writer: Final[Writer]
     pending_saves: Final[PendingSaves]
     run_id: str
-    begun: Final[dict[str, list[str]]]
-    ended: dict[str, list[str]] | None = None
+    module_state: Final[ModuleState]
+    generators: Final[RunGenerators]
     work_due: bool = False
-    saved_rng: dict[str, Any] | None = None
-    epoch_attributes: dict[str, Any] = field(default_factory=dict)
-    starts_epoch_again: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return which run it is, and whether a signal has ended it."""
@@ -391,7 +367,7 @@ class FitRun(Run):
     Attributes:
         step_sync: The step sync: sums per update what all ranks must agree on.
         optim: Optimizers, schedulers, clipping, loss weights.
-        data: The loaders.
+        data: The loaders, which may be replaced every few epochs.
         intervals: When the run validates and logs.
         stopping: Who wants it to stop.
         saving: What saving and resuming need.
@@ -404,7 +380,7 @@ class FitRun(Run):
 
     step_sync: Final[StepSync]
     optim: Final[Optimization]
-    data: Final[FitData]
+    data: Final[FitLoaders]
     intervals: Final[Intervals]
     stopping: Final[Stopping]
     saving: Final[CheckpointState]
@@ -435,11 +411,6 @@ class FitRun(Run):
     def warns(self) -> bool:
         """Whether to print warnings about the set-up: on rank 0, and not in tuning trials."""
         return self.context.warns
-
-    @property
-    def generators(self) -> RunGenerators:
-        """The random generators whose states a checkpoint holds, as they are found now."""
-        return RunGenerators(self.module, self.data.epoch_iterator.users_generators)
 
     def enter_boundary(self) -> None:
         """Reach the update boundary."""
@@ -521,16 +492,17 @@ class FitRun(Run):
             batch_idx, rank=self.rank, device=self.device, aligned=aligned
         )
 
-    @property
-    def progress(self) -> Progress:
-        """The progress of the run, the same on all ranks."""
-        return self.progress_at(self.counters.global_step)
+    def reload_loaders(self) -> None:
+        """Create the loaders again if that is due in this epoch."""
+        self.eval_iterators = self.data.reload_if_due(self.counters, self.eval_iterators)
 
-    def progress_at(self, step: int) -> Progress:
-        """Return the progress as of an update: the latest one or the one in progress."""
-        counters, batches = self.counters, self.data.epoch_length
-        if batches == _UNKNOWN:  # before the first epoch; later cached, as every update needs it
-            batches = self.data.epoch_iterator.num_batches
+    def progress(self, step: int | None = None) -> Progress:
+        """Return the progress of the run, the same on all ranks.
+
+        Args:
+            step: The update in progress; by default the latest one.
+        """
+        counters, batches = self.counters, self.data.num_batches()
         epochs = float(counters.epoch)
         if counters.epoch_complete:
             epochs += 1.0
@@ -538,7 +510,7 @@ class FitRun(Run):
             epochs += min(counters.epoch_batches / batches, 0.999_999)  # 1.0 only when it is over
         here = -(-(batches or 0) // self.dp_size)
         return Progress(
-            step,
+            counters.global_step if step is None else step,
             epochs,
             self.step_sync.items_seen,
             self.seconds(),

@@ -48,7 +48,7 @@ def update(
     factor = optim.weighting.factor(window_items)
     if factor is not None:
         run.engine.gradients.scale_(optim.parameters.all, factor)
-    run.intervals.see_if_log_is_due(run.counters.global_step + 1, run.progress_at)
+    run.intervals.see_if_log_is_due(run.counters.global_step + 1, run.progress)
     for optimizer in optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
     if should_step(run, last_loss):

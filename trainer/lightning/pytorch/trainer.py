@@ -496,7 +496,7 @@ class Trainer(NativeTrainer):
     def _begin_counters(self) -> Counters:
         if self._fit is None or self.fast_dev_run:
             return Counters()
-        before, ended = self._fit.counters, self._fit.saving.ended is not None
+        before, ended = self._fit.counters, self._fit.saving.module_state.ended
         return Counters(
             global_step=before.global_step,
             epoch=before.epoch,

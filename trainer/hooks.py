@@ -181,6 +181,7 @@ class HookTable:
         callbacks: The callbacks, in the order of calls.
         boundary: Calls the ``on_boundary`` hooks.
         may_end_epoch: Whether the user overrides ``on_train_batch_start``, which may return -1.
+        takes_outputs: Whether any hook takes the outputs of `training_step`.
         module_overrides: The parts of an update that the module overrides, by name:
             ``optimizer_step`` and so on.
         monitors_due: `Callback.monitor_due` of the callbacks that monitor a metric.
@@ -253,6 +254,7 @@ class HookTable:
             table["on_boundary"] = self.boundary
         table["on_preemption"] = _all_before_an_error(of_callbacks("on_preemption"))
         table["on_exception"] = _each_whatever_others_raise(of_callbacks("on_exception"))
+        self.takes_outputs = table["on_train_batch_end"] is not _nothing
         self._table, self.callbacks = table, callbacks
         self.__dict__.update(table)
 

@@ -466,7 +466,7 @@ class Trainer:
             self._stage("fit", module, datamodule) as stage,
         ):
             lock_added()
-            chosen, weights = setup.choose_start(self._context, stage, ckpt_path)
+            chosen, weights = setup.choose_start(stage, ckpt_path)
             begun = self._begin_counters() if chosen is None else Counters()
             origin = loaders.begin(chosen, begun)
             # For the hooks.
@@ -476,7 +476,6 @@ class Trainer:
             if are_empty([self._epoch_iterator]):
                 return
             run = setup.make_fit_run(
-                self._context,
                 stage,
                 loaders,
                 val_iterators,
@@ -484,7 +483,7 @@ class Trainer:
                 begun,
                 Stopping(watch.exit_code),
             )
-            setup.start_fit(self._context, run, chosen, weights, ckpt_path)
+            setup.start_fit(run, chosen, weights, ckpt_path)
             self._run = self._fit = run
             run.stopping.request(self._stop_requested)
             self._recorder, self._counters = run.recorder, run.counters
@@ -665,8 +664,6 @@ class Trainer:
                     links=links or {},
                     displaces=displaces,
                 ),
-                trainer=self,
-                configuration=self._context.settings.describe(),
                 weights_only=weights_only,
                 background=background and self._run is run,  # after the fit nothing waits for it
                 required=required,
@@ -709,7 +706,7 @@ class Trainer:
             OSError: Writing failed.
         """
         run = self._fit_run("save_own_weights")
-        return save_weights_alone(run, Path(path), self._context.settings.describe())
+        return save_weights_alone(run, Path(path))
 
     def open_predictions(self, folder: Path, *, merge: bool, overwrite: bool) -> PredictionFiles:
         """Open files to stream predictions to; call it on every process, inside `predict`.
@@ -956,7 +953,9 @@ class Trainer:
     @property
     def should_stop(self) -> bool:
         """Whether a stop was requested; the request reaches all processes within two updates."""
-        return self._stop_requested or (self._fitting is not None and self._fitting.stopping.now)
+        return self._stop_requested or (
+            self._fitting is not None and self._fitting.stopping.decided()
+        )
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
@@ -1311,7 +1310,7 @@ class Trainer:
             self._stage(name, module, datamodule) as stage,
         ):
             run = self._run = setup.prepare_evaluation(
-                self._context, stage, dataloaders, ckpt_path, self._counters
+                stage, dataloaders, ckpt_path, self._counters
             )
             self._recorder = run.recorder
             begin_profile(run, run.eval_iterators)

@@ -96,6 +96,7 @@ class Writer:
         group: The process group of saves; None for the default one, or with a single process.
         copies: Host memory with the tensors of the save in flight; it can be reused after
             :meth:`wait`.
+        failed: Whether a required save has failed and :meth:`wait` has not raised the error yet.
     """
 
     def __init__(self, state: Ranks) -> None:
@@ -106,6 +107,7 @@ class Writer:
         self._failed: set[object] = set()  # names whose latest save failed
         self._error: CheckpointError | None = None
         self._abandoned = False
+        self.failed = False
         self.group: dist.ProcessGroup | None = None
         self.copies = HostCopies()
 
@@ -113,11 +115,6 @@ class Writer:
         """Create the process group for saves; collective."""
         if self._state.num_processes > 1:
             self.group = dist.new_group(backend="gloo")
-
-    @property
-    def failed(self) -> bool:
-        """Whether a required save has failed and :meth:`wait` has not raised the error yet."""
-        return self._error is not None and self._required
 
     def start(
         self,
@@ -142,6 +139,7 @@ class Writer:
         if self._thread is not None:
             raise RuntimeError("A save is in flight. Wait for it before starting the next one.")
         self._required, self._error, self._name = required, None, name
+        self.failed = False
         self._failed.discard(name)
         group = self.group
 
@@ -167,7 +165,7 @@ class Writer:
             failed = CheckpointError(f"A background save failed: {error!r}.")
             failed.__cause__ = error
             error = failed
-        self._error = error
+        self._error, self.failed = error, self._required
 
     def wait(self, name: object = None) -> bool:
         """Wait for the save in flight, if any.
@@ -186,7 +184,7 @@ class Writer:
         if self._thread is not None and not self._abandoned:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        error, self._error, self.failed = self._error, None, False
         if error is not None:
             self._failed.add(self._name)
             if self._required:

@@ -104,9 +104,8 @@ def should_end(run: FitRun) -> bool:
     """Return whether the run is over; the same result on all ranks."""
     if run.length.reached(run.counters, run.seconds):
         return True
-    if run.step_sync.latest.stop_votes > 0:
-        run.stopping.decide()
-    return run.stopping.now and run.length.may_stop_early(run.progress())
+    stop_votes = run.step_sync.latest.stop_votes
+    return run.stopping.decided(stop_votes) and run.length.may_stop_early(run.progress())
 
 
 def train_epoch(run: FitRun) -> None:

@@ -74,11 +74,7 @@ _ADDED_LATER = ("switches", "epoch_start", "boundary")  # missing in earlier rel
 _OPTIMIZERS = ("options", "optimizers", "groups", "schedulers", OPTIMIZER)
 
 
-def parts_before_hooks(
-    run: FitRun,
-    callbacks: Sequence[Callback],
-    dtypes: Mapping[int, torch.dtype] | None = None,
-) -> Parts:
+def parts_before_hooks(run: FitRun, dtypes: Mapping[int, torch.dtype] | None = None) -> Parts:
     """Return what is equal on all ranks and restored before the callbacks' hooks, in that order.
 
     The module's weights come before it. The keys are those of ``trainer.json``, but for the tensors
@@ -86,7 +82,6 @@ def parts_before_hooks(
 
     Args:
         run: The fit.
-        callbacks: The callbacks.
         dtypes: See `OptimizerStates.load_state_dict`.
     """
     optimizers, module_state = run.optim.states, run.saving.module_state
@@ -100,23 +95,21 @@ def parts_before_hooks(
         "guard": run.optim.guard,
         ("reference",): run.optim.weighting,
         ("latest", "updates", "validated"): run.recorder,
-        "callbacks": CallbackStates(run.module, callbacks),
+        "callbacks": CallbackStates(run.module, run.hooks.callbacks),
     }
 
 
 def shared_trees(
     run: FitRun,
-    callbacks: Sequence[Callback],
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what is equal on all ranks, by the stems of the files that hold it.
 
     Args:
         run: The fit.
-        callbacks: The callbacks, whose states are saved.
         extra: What the ``on_save_checkpoint`` hooks have added.
     """
-    tree = collect({**parts_before_hooks(run, callbacks), **parts_after_hooks(run)})
+    tree = collect({**parts_before_hooks(run), **parts_after_hooks(run)})
     trees = {OPTIMIZER: tree.pop(OPTIMIZER), TRAINER: tree | {"extra": extra}}
     datamodule = run.stage.datamodule
     if has_state(datamodule) and (data := datamodule.state_dict()):
@@ -224,7 +217,7 @@ def parts_after_hooks(run: FitRun) -> Parts:
     return {
         "epoch_start": StateFunctions(module_state.epoch_start, module_state.load_epoch_start),
         "should_stop": StateFunctions(
-            lambda: stopping.now or run.step_sync.latest.stop_votes > 0, stopping.decide
+            lambda: stopping.decided() or run.step_sync.latest.stop_votes > 0, stopping.decide
         ),
         ("run_id", "unfinished"): run.saving,
         "boundary": run.hooks.boundary,
@@ -270,8 +263,6 @@ def save_run(
     run: FitRun,
     request: SaveRequest,
     *,
-    trainer: Any,
-    configuration: Mapping[str, Any],
     weights_only: bool = False,
     background: bool = False,
     required: bool = True,
@@ -281,8 +272,6 @@ def save_run(
     Args:
         run: The fit.
         request: Where it is saved.
-        trainer: Has the callbacks, and is passed to their hooks.
-        configuration: The resolved configuration, recorded in the manifest.
         weights_only: Save only the weights, from which no run can resume.
         background: Copy the state to host memory, return, and write it on another thread while
             training continues.
@@ -297,7 +286,7 @@ def save_run(
             Raised on all ranks. An error of a background save is raised at the next update.
     """
     _settle(run)
-    parts, needs = _parts_to_save(run, request, trainer, weights_only)
+    parts, needs = _parts_to_save(run, request, weights_only)
     state, writer = PartialState(), run.saving.writer
     write_state = writer.copies.hold(parts) if background else write_parts(parts)
     write_record = None if weights_only else _writer_of_record(run)
@@ -308,7 +297,7 @@ def save_run(
             write_record(folder)
         return files
 
-    manifest = _manifest_of(run, configuration) | {"weights_only": weights_only}
+    manifest = _manifest_of(run) | {"weights_only": weights_only}
     save = partial(
         save_checkpoint,
         request.absolute(),
@@ -322,14 +311,14 @@ def save_run(
 
 
 def _parts_to_save(
-    run: FitRun, request: SaveRequest, trainer: Any, weights_only: bool
+    run: FitRun, request: SaveRequest, weights_only: bool
 ) -> tuple[list[StatePart], int]:
     """Return what this process writes, and the bytes that must be free on its disk; collective.
 
     Raises:
         CheckpointError: The state of some rank cannot be saved; raised on all ranks.
     """
-    extra, edited = _state_from_hooks(run, trainer, request.target, weights_only)
+    extra, edited = _state_from_hooks(run, request.target, weights_only)
     gathered = None
     if run.engine.driver is not None:  # collective
         if not weights_only:
@@ -342,12 +331,12 @@ def _parts_to_save(
     of_this_rank: list[Encoded] = []
 
     def encode() -> Encoded | None:
-        exported, trained = edited or _weights_of(run, trainer, gathered)
+        exported, trained = edited or _weights_of(run, gathered)
         if is_writer or shards is not None:
             weights, trees = {WEIGHTS_NAME: exported}, {TRAINER: {"extra": extra}} if extra else {}
             if not weights_only:
                 weights |= {} if trained is None else {TRAINED_NAME: trained}
-                trees = shared_trees(run, trainer.callbacks, extra)
+                trees = shared_trees(run, extra)
             parts = state_parts(weights, trees, shards)
             of_all_ranks.extend(parts if is_writer else ())
         if weights_only:
@@ -381,7 +370,7 @@ def _settle(run: FitRun) -> None:
 
 
 def _state_from_hooks(
-    run: FitRun, trainer: Any, target: Path, weights_only: bool
+    run: FitRun, target: Path, weights_only: bool
 ) -> tuple[dict[str, Any], Weights | None]:
     """Return what the ``on_save_checkpoint`` hooks add to the checkpoint; collective.
 
@@ -395,8 +384,8 @@ def _state_from_hooks(
     edited: Weights | None = None
 
     def call_hooks(checkpoint: dict[str, Any]) -> None:
-        for callback in () if weights_only else trainer.callbacks:
-            callback.on_save_checkpoint(trainer, run.module, checkpoint)
+        for callback in () if weights_only else run.hooks.callbacks:
+            callback.on_save_checkpoint(run.context.trainer, run.module, checkpoint)
         run.module.on_save_checkpoint(checkpoint)
 
     def ask() -> list[str]:
@@ -404,7 +393,7 @@ def _state_from_hooks(
         extra, edited = run.module._call_on_save_checkpoint(
             {"epoch": run.counters.epoch, "global_step": run.counters.global_step},
             call_hooks,
-            None if run.engine.driver is not None else partial(_weights_of, run, trainer, None),
+            None if run.engine.driver is not None else partial(_weights_of, run, None),
             weights_only=weights_only,
         )
         return [] if edited is None else sorted(edited[0])
@@ -506,13 +495,12 @@ def _bytes_of(values: Iterable[object]) -> int:
     return sum(getattr(v, "ds_numel", v.numel()) * v.element_size() for v in tensors)
 
 
-def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, Any]) -> Path:
+def save_weights_alone(run: FitRun, target: Path) -> Path:
     """Save the weights of this rank alone; not collective, for use after an error.
 
     Args:
         run: The fit.
         target: The checkpoint's folder.
-        configuration: The resolved configuration, recorded in the manifest.
 
     Returns:
         The path of the committed checkpoint.
@@ -528,10 +516,10 @@ def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, An
         )
     staging = open_staging(target)
     save_weights(bare_state_dict(run.module), staging)
-    return commit(staging, target, _manifest_of(run, configuration) | {"weights_only": True})
+    return commit(staging, target, _manifest_of(run) | {"weights_only": True})
 
 
-def _weights_of(run: FitRun, trainer: Any, gathered: Mapping[str, Any] | None) -> Weights:
+def _weights_of(run: FitRun, gathered: Mapping[str, Any] | None) -> Weights:
     """Return the weights of the model's file and, if they differ, the trained weights.
 
     A callback such as weight averaging, or a schedule-free optimizer, may give the weights for use
@@ -542,8 +530,8 @@ def _weights_of(run: FitRun, trainer: Any, gathered: Mapping[str, Any] | None) -
     """
     from_callbacks = [
         (callback.state_key, weights)
-        for callback in trainer.callbacks
-        if (weights := callback.weights_to_save(trainer, run.module)) is not None
+        for callback in run.hooks.callbacks
+        if (weights := callback.weights_to_save(run.context.trainer, run.module)) is not None
     ]
     if len(from_callbacks) > 1:
         raise ValueError(
@@ -564,7 +552,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any]:
+def _manifest_of(run: FitRun) -> dict[str, Any]:
     return {
         "step": run.counters.global_step,
         "epoch": run.counters.epoch,
@@ -579,7 +567,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
             if update == run.counters.global_step
         },
         "versions": versions(),
-        "configuration": redact(dict(configuration)),
+        "configuration": redact(run.context.settings.describe()),
         "hyper_parameters": to_manifest(run.module),
     }
 
@@ -618,13 +606,12 @@ def load_datamodule(datamodule: Any, path: Path) -> None:
         run_on_all_ranks(f"Restoring the datamodule from {path}", load, PartialState())
 
 
-def load_run(run: FitRun, path: Path, *, trainer: Any, stays_stopped: bool) -> int | None:
+def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
     """Restore a fit from a checkpoint.
 
     Args:
         run: The fit at its start.
         path: The checkpoint.
-        trainer: Has the callbacks, and is passed to their hooks.
         stays_stopped: Whether a run that had decided to stop (such as by `EarlyStopping`) stays
             stopped. False lets it train on.
 
@@ -671,12 +658,12 @@ def load_run(run: FitRun, path: Path, *, trainer: Any, stays_stopped: bool) -> i
     if differs := reader.has_weights(TRAINED_NAME):
         weights = apply_edits(weights, saved, reader.weights(TRAINED_NAME, later=later))
     dtypes = dtypes_of(run.module, own_names(run.module, weights))
-    before_hooks = parts_before_hooks(run, trainer.callbacks, dtypes)
+    before_hooks = parts_before_hooks(run, dtypes)
     restore(before_hooks, state, path, optional=_ADDED_LATER)
     if differs:
         load(weights, path / TRAINED_NAME)
-    for callback in trainer.callbacks:
-        callback.on_load_checkpoint(trainer, run.module, checkpoint)
+    for callback in run.hooks.callbacks:
+        callback.on_load_checkpoint(run.context.trainer, run.module, checkpoint)
     restore(parts_of_rank(run), of_ranks, path, optional=["gradients"])
     restore(parts_after_hooks(run), state, path, optional=_ADDED_LATER)
     if not stays_stopped:

@@ -105,12 +105,14 @@ class Stage:
     """What a fit, validate, test or predict runs, once it is set up.
 
     Attributes:
+        context: What its run is made of.
         name: fit, validate, test or predict.
         module: The user's module.
         datamodule: The user's datamodule, or None.
         hooks: The hooks of the module and the callbacks.
     """
 
+    context: RunContext
     name: str
     module: TrainModule
     datamodule: Any
@@ -287,7 +289,7 @@ def stage_of(
             _attach_trainer(trainer, module)
             callbacks.sort(key=lambda callback: callback.runs_last)
             hooks = HookTable(trainer, module, callbacks, TrainModule)  # `setup` may add some
-            yield Stage(name, module, datamodule, hooks)
+            yield Stage(context, name, module, datamodule, hooks)
         except Preempted:
             status = "preempted"
             raise

@@ -258,33 +258,42 @@ class Stopping:
     Args:
         exit_code: Returns the exit code once a signal or the time budget ends this process, else
             None.
-
-    Attributes:
-        exit_code: The argument.
-        requested: Whether this process requests a stop.
-        now: Whether all ranks have decided to stop.
     """
 
     _fits = count()
 
     def __init__(self, exit_code: Callable[[], int | None]) -> None:
-        self.exit_code = exit_code
-        self.requested = False
-        self.now = False
+        self._exit_code = exit_code
+        self._requested = False  # by this process
+        self._decided = False  # by all ranks
         self._exit_vote = ExitVote()
         self._number = next(self._fits)  # of the fit in this program, alike on all ranks
 
     def ignore_signals(self) -> None:
         """Leave signals and the time budget to the code after the fit."""
-        self.exit_code = _no_exit
+        self._exit_code = _no_exit
+
+    def exit_code(self) -> int | None:
+        """Return the exit code once a signal or the time budget ends this process, else None."""
+        return self._exit_code()
 
     def request(self, stop: bool) -> None:
         """Request a stop, or withdraw the request."""
-        self.requested = stop
+        self._requested = stop
 
-    def decide(self, stop: bool = True) -> None:
+    def votes(self) -> tuple[float, float]:
+        """Return this process's votes to stop, and to exit for a signal; 1.0 or 0.0 each."""
+        return 1.0 if self._requested else 0.0, 0.0 if self._exit_code() is None else 1.0
+
+    def decide(self, stop: bool) -> None:
         """Stop or go on, as all ranks have decided."""
-        self.now = stop
+        self._decided = stop
+
+    def decided(self, votes: float = 0.0) -> bool:
+        """Return whether all ranks have decided to stop, as they do once one of them votes."""
+        if votes > 0:
+            self._decided = True
+        return self._decided
 
     def decide_at_boundary(self, stop: bool, *, step: int, world_size: int) -> None:
         """Decide at the update boundary of a step what all ranks request there.
@@ -292,16 +301,16 @@ class Stopping:
         They request the same, from values that they share. If some do not, the request stays a
         vote, as it is elsewhere: nobody leaves the loop alone.
         """
-        if self.now != stop and (
+        if self._decided != stop and (
             world_size == 1 or decided_by_all(f"{self._number}/{step}/{stop}")
         ):
-            self.decide(stop)
+            self._decided = stop
 
     def any_rank_exits(
         self, batch_idx: int, *, rank: int, device: torch.device, aligned: bool
     ) -> bool:
         """Return whether any rank received the exit signal, see `ExitVote.any_rank`."""
-        signalled = self.exit_code() is not None
+        signalled = self._exit_code() is not None
         return self._exit_vote.any_rank(
             batch_idx, signalled, rank=rank, device=device, aligned=aligned
         )

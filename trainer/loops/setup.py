@@ -32,7 +32,6 @@ from trainer.engines.base import Engine
 from trainer.engines.choose import choose_engine
 from trainer.engines.lockstep import synchronize_batch_norm
 from trainer.engines.model import check_same_model
-from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
 from trainer.loops.buffers import FrozenParameters
 from trainer.loops.dataloaders import (
@@ -43,7 +42,7 @@ from trainer.loops.dataloaders import (
 )
 from trainer.loops.device_transfer import DeviceTransfer, counts_items
 from trainer.loops.fit_state import load_datamodule, load_run, load_weights
-from trainer.loops.lifecycle import RunContext, Stage
+from trainer.loops.lifecycle import Stage
 from trainer.loops.module_flags import ModuleState
 from trainer.loops.optimizer_states import OptimizerStates
 from trainer.loops.pending_saves import PendingSaves
@@ -69,7 +68,6 @@ from trainer.loops.state import (
     Run,
 )
 from trainer.metrics import MetricStore
-from trainer.module import TrainModule
 from trainer.names import bare_names
 from trainer.optim.clipping import NO_LIMITS, Clipping, Limits
 from trainer.optim.configure import check_optimizers, names_of, read_optimizers
@@ -80,9 +78,7 @@ from trainer.optim.weighting import LossWeighting
 from trainer.rng import load_rng_state, mix, rng_state, seed_generators
 
 
-def choose_start(
-    context: RunContext, stage: Stage, ckpt_path: Any
-) -> tuple[Path | None, Path | None]:
+def choose_start(stage: Stage, ckpt_path: Any) -> tuple[Path | None, Path | None]:
     """Return the checkpoint that a fit resumes from, and restore the datamodule; collective.
 
     This is called before the loaders are created, since they may depend on the datamodule's state.
@@ -90,8 +86,7 @@ def choose_start(
     starts.
 
     Args:
-        context: What the run is made of.
-        stage: The module and the datamodule.
+        stage: What the fit runs.
         ckpt_path: The argument of `Trainer.fit`.
 
     Returns:
@@ -106,6 +101,7 @@ def choose_start(
         CheckpointError: The requested checkpoint is missing or damaged, or does not match the
             module.
     """
+    context = stage.context
     engine, folders = context.accelerator.engine, context.folders
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
     if engine.parallel.divides_state:
@@ -130,7 +126,6 @@ def choose_start(
 
 
 def make_fit_run(
-    context: RunContext,
     stage: Stage,
     data: FitLoaders,
     val_iterators: list[EpochIterator],
@@ -141,8 +136,7 @@ def make_fit_run(
     """Create the `FitRun` of a fit at its start; `start_fit` then restores the checkpoint into it.
 
     Args:
-        context: What the run is made of.
-        stage: The module, the datamodule and the hooks.
+        stage: What is run.
         data: The training data.
         val_iterators: The epoch iterators of the validation data.
         chosen: The checkpoint to resume from; None for a new run.
@@ -154,7 +148,8 @@ def make_fit_run(
         TypeError: ``training_step`` has a wrong signature.
         NotImplementedError: The module overrides a part of the update that its engine makes.
     """
-    settings, accelerator, module = context.settings, context.accelerator, stage.module
+    context, module = stage.context, stage.module
+    settings, accelerator = context.settings, context.accelerator
     check_step("fit", module, [data.epoch_iterator])
     if not module.automatic_optimization:
         check_manual(settings)
@@ -165,11 +160,11 @@ def make_fit_run(
     recorder = context.project.make_recorder()
     # The user's `count_items` may return fractions.
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
-    engine = _engine_of_fit(context, module, stage.hooks)
-    _start_engine(context, engine, module, step_sync)
-    optim = _optimization(context, engine, module, data.epoch_iterator)
+    engine = _engine_of_fit(stage)
+    _start_engine(stage, engine, step_sync)
+    optim = _optimization(stage, engine, data.epoch_iterator)
     return FitRun(
-        **_common(context, stage, recorder, engine),
+        **_common(stage, recorder, engine),
         eval_iterators=val_iterators,
         counters=replace(begun),
         step_sync=step_sync,
@@ -196,9 +191,10 @@ def make_fit_run(
     )
 
 
-def _engine_of_fit(context: RunContext, module: TrainModule, hooks: HookTable) -> Engine:
+def _engine_of_fit(stage: Stage) -> Engine:
     """Return the engine of a fit, with the module's own ``backward`` if it has one."""
-    accelerator, settings = context.accelerator, context.settings
+    accelerator, settings = stage.context.accelerator, stage.context.settings
+    module, hooks = stage.module, stage.hooks
     # They may change gradients after the reduction.
     changing_hooks = {"on_after_backward", "on_before_optimizer_step"} & dict(
         hooks.overridden()
@@ -218,27 +214,23 @@ def _engine_of_fit(context: RunContext, module: TrainModule, hooks: HookTable) -
     return engine
 
 
-def _start_engine(
-    context: RunContext, engine: Engine, module: TrainModule, step_sync: StepSync | None
-) -> None:
-    """Convert a module as `sync_batchnorm`, `dtype` and `mixed_precision` ask, and prepare it.
+def _start_engine(stage: Stage, engine: Engine, step_sync: StepSync | None) -> None:
+    """Convert the module as `sync_batchnorm`, `dtype` and `mixed_precision` ask, and prepare it.
 
     Args:
-        context: What the run is made of.
+        stage: What is run.
         engine: The engine.
-        module: The user's module.
         step_sync: See `Engine.start`.
     """
-    if context.settings.sync_batchnorm and context.accelerator.num_processes > 1:
+    module, accelerator = stage.module, stage.context.accelerator
+    if stage.context.settings.sync_batchnorm and accelerator.num_processes > 1:
         synchronize_batch_norm(module)
-    context.accelerator.precision.convert(module)
+    accelerator.precision.convert(module)
     check_same_model(module, engine)
     engine.start(module, step_sync)
 
 
-def _optimization(
-    context: RunContext, engine: Engine, module: TrainModule, epoch_iterator: EpochIterator
-) -> Optimization:
+def _optimization(stage: Stage, engine: Engine, epoch_iterator: EpochIterator) -> Optimization:
     """Call ``configure_optimizers`` and prepare what it returned; collective.
 
     Raises:
@@ -246,7 +238,8 @@ def _optimization(
         ValueError: See `check_optimizers`; or options differ between ranks.
         RuntimeError: The hook failed on another rank.
     """
-    settings, accelerator = context.settings, context.accelerator
+    settings, accelerator = stage.context.settings, stage.context.accelerator
+    module = stage.module
     automatic = module.automatic_optimization
     entries, schedulers = on_all(lambda: read_optimizers(module.configure_optimizers()), "fit")
     check_optimizers(entries, schedulers, module, automatic=automatic)
@@ -311,13 +304,10 @@ def _optimization(
     )
 
 
-def start_fit(
-    context: RunContext, run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path: Any
-) -> None:
+def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path: Any) -> None:
     """Restore a fit from its checkpoint, if any, and start the local record and the trackers.
 
     Args:
-        context: What the run is made of.
         run: The fit at its start.
         chosen: The checkpoint to resume from; None for a new run.
         weights: One whose weights a new run starts with, if they are not loaded yet.
@@ -326,12 +316,13 @@ def start_fit(
     Raises:
         CheckpointError: The checkpoint is damaged or does not match the run.
     """
+    context = run.context
     lasts = not run.length.reached(run.counters, run.seconds)
     if run.warns and lasts:
         warn_of_no_validation(run)
     offset = None
     if chosen is not None:
-        offset = _resume(context, run, chosen, back=may_rewind(ckpt_path))
+        offset = _resume(run, chosen, back=may_rewind(ckpt_path))
     else:
         if ckpt_path == "auto":  # so that the user notices a wrong folder
             empty = ", ".join(map(str, context.folders.all_roots()))
@@ -394,11 +385,10 @@ def _finished_on_error(recorder: Recorder) -> Iterator[None]:
         raise
 
 
-def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> int | None:
+def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
     """Restore a fit from a checkpoint, on all ranks or none, and print where it resumes.
 
     Args:
-        context: What the run is made of.
         run: The fit.
         chosen: The checkpoint.
         back: Whether later checkpoints may exist; they are quarantined.
@@ -406,7 +396,8 @@ def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> in
     Returns:
         The length of the local record at that checkpoint in bytes; None if unknown.
     """
-    load = partial(load_run, run, chosen, trainer=context.trainer, stays_stopped=not back)
+    context = run.context
+    load = partial(load_run, run, chosen, stays_stopped=not back)
     offset = on_all(load, "fit")
     # Only after loading has succeeded: the checkpoint may not match the run.
     if back and context.project.leave_branch(chosen, context.folders, offset):
@@ -415,7 +406,7 @@ def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> in
     why = ""
     if run.length.reached(run.counters, run.seconds):
         why = " Nothing is left to do: the length that the Trainer was given is reached."
-    elif run.stopping.now:
+    elif run.stopping.decided():
         why = (
             " Nothing is left to do: the run had decided to stop there. To train further, pass "
             "the checkpoint's path as ckpt_path."
@@ -424,14 +415,11 @@ def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> in
     return offset
 
 
-def prepare_evaluation(
-    context: RunContext, stage: Stage, dataloaders: Any, ckpt_path: Any, counters: Counters
-) -> Run:
+def prepare_evaluation(stage: Stage, dataloaders: Any, ckpt_path: Any, counters: Counters) -> Run:
     """Create the `Run` of validate, test or predict; collective.
 
     Args:
-        context: What the run is made of.
-        stage: The module, the datamodule and the hooks.
+        stage: What is run.
         dataloaders: The data loaders given by the user, or None.
         ckpt_path: The checkpoint whose weights are loaded; None for the module's present weights.
         counters: The progress of the last fit; replaced by the checkpoint's if one is loaded.
@@ -441,7 +429,8 @@ def prepare_evaluation(
         CheckpointError: The requested checkpoint is missing or damaged, or does not match the
             module.
     """
-    name, module, datamodule = stage.name, stage.module, stage.datamodule
+    context, name = stage.context, stage.name
+    module, datamodule = stage.module, stage.datamodule
     chosen = context.folders.choose(ckpt_path)
     if chosen is not None:
         load_datamodule(datamodule, chosen)
@@ -458,26 +447,24 @@ def prepare_evaluation(
     engine = choose_engine(context.accelerator.engine.options)
     divides = engine.parallel.is_model_parallel  # which the saved weights are not
     if divides:
-        _start_engine(context, engine, module, None)
+        _start_engine(stage, engine, None)
     if chosen is not None:
         load = partial(load_weights, module, chosen, engine if divides else None)
         manifest = on_all(load, name)
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
     if not divides:
-        _start_engine(context, engine, module, None)  # initial weights may differ between ranks
+        _start_engine(stage, engine, None)  # initial weights may differ between ranks
     recorder = context.project.make_recorder(evaluates=True)
-    common = _common(context, stage, recorder, engine)
+    common = _common(stage, recorder, engine)
     run = Run(**common, eval_iterators=epoch_iterators, counters=counters)
     with _finished_on_error(recorder):
         on_main(lambda: recorder.start(context.settings.describe()))
     return run
 
 
-def _common(
-    context: RunContext, stage: Stage, recorder: Recorder, engine: Engine
-) -> dict[str, Any]:
+def _common(stage: Stage, recorder: Recorder, engine: Engine) -> dict[str, Any]:
     """Return the arguments of `Run`, which a fit and an evaluation have in common."""
-    accelerator = context.accelerator
+    context, accelerator = stage.context, stage.context.accelerator
     metrics = MetricStore(
         accelerator.device,
         world_size=accelerator.num_processes,
@@ -486,7 +473,6 @@ def _common(
     )
     recorder.private = metrics.private
     return {
-        "context": context,
         "stage": stage,
         "metrics": metrics,
         "recorder": recorder,

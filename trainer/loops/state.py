@@ -138,8 +138,7 @@ class Run:
     """One call of `Trainer.fit`, `validate`, `test` or `predict`.
 
     Attributes:
-        context: What the run is made of: the Trainer's arguments and its components.
-        stage: The module, the datamodule and the hooks.
+        stage: The module, the datamodule, the hooks, and the Trainer's arguments and components.
         metrics: Logged values that are not reduced yet.
         recorder: Receives the reduced values.
         engine: Runs the module and reduces its gradients.
@@ -153,7 +152,6 @@ class Run:
             `trainer.loops.profiler`.
     """
 
-    context: Final[RunContext]
     stage: Final[Stage]
     metrics: Final[MetricStore]
     recorder: Final[Recorder]
@@ -163,6 +161,11 @@ class Run:
     counters: Final[Counters] = field(default_factory=Counters)
     batch_idx: int = 0
     timing: Timing = field(default_factory=Untimed)
+
+    @cached_property
+    def context(self) -> RunContext:
+        """The Trainer's arguments and components."""
+        return self.stage.context
 
     @cached_property
     def module(self) -> TrainModule:
@@ -425,14 +428,11 @@ class FitRun(Run):
         """Whether the calling thread is at an update boundary, where all ranks run callbacks."""
         return self.boundary_thread == threading.get_ident()
 
-    @property
-    def clock(self) -> float:
-        """Training time of the whole run in seconds, by this process's clock."""
-        return time.monotonic() - self.started
-
     def seconds(self) -> float:
         """Training time of the whole run in seconds, the same on all ranks."""
-        return self.clock if self.world_size == 1 else self.step_sync.latest.seconds
+        if self.world_size > 1:
+            return self.step_sync.latest.seconds
+        return time.monotonic() - self.started
 
     def place(self, stage: str) -> str:
         """See `Run.place`."""
@@ -463,7 +463,10 @@ class FitRun(Run):
         # Only this rank can know it: a stream is exhausted, or a dataset has ended early.
         is_stream = self.data.epoch_iterator.sampler is None
         ended = counts and (micro_batch.ended or (micro_batch.last and is_stream))
-        guard, saving, stopping = self.optim.guard, self.saving, self.stopping
+        guard, saving = self.optim.guard, self.saving
+        stop_votes, signals = self.stopping.votes()
+        # Alone, a process reads its own clock when it needs the time.
+        tells_time = self.rank == 0 and self.world_size > 1
         waiting = saving.pending_saves.waiting
         bad_losses: float | Tensor = 0.0
         if guard is not None:
@@ -472,10 +475,9 @@ class FitRun(Run):
                 bad_losses = is_non_finite(loss)
         return StepStats(
             items if counts else 0.0,
-            stop_votes=1.0 if stopping.requested else 0.0,
-            signals=0.0 if stopping.exit_code() is None else 1.0,
-            # Alone, a process reads its own clock when it needs the time.
-            seconds=self.clock if self.rank == 0 and self.world_size > 1 else 0.0,
+            stop_votes=stop_votes,
+            signals=signals,
+            seconds=time.monotonic() - self.started if tells_time else 0.0,
             ended=1.0 if ended else 0.0,
             failed_saves=1.0 if saving.writer.failed else 0.0,
             requested_saves=float(len(waiting)) if waiting else 0.0,

@@ -105,7 +105,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             metrics.items = items_here  # the weight of what is logged about the update
             window_items = window_items if global_items is None else global_items
             run.timing.call(OPTIMIZER, update, run, window_items, items_here, last_loss)
-        if micro_batch.present:
+        if micro_batch.present and hooks.takes_outputs:
             metrics.items = 0.0 if loss is None else items
             hook_outputs = run.module._outputs_of_step(outputs, size)
             batch_hooks.on_train_batch_end(hook_outputs, batch, batch_idx)

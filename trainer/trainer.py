@@ -338,7 +338,7 @@ class Trainer:
         self._counters = Counters()
         self._run: Run | None = None  # the current run
         self._fit: FitRun | None = None  # the latest fit, perhaps finished
-        self._epoch_iterator: EpochIterator | None = None
+        self._fit_loaders: FitLoaders | None = None  # of the latest fit
         self._recorder: Recorder | None = None
         self._stop_requested = False
         self._datamodule: Any = None
@@ -443,16 +443,8 @@ class Trainer:
         train_dataloaders, datamodule = take_datamodule(
             "train_dataloaders", train_dataloaders, datamodule
         )
-        self._epoch_iterator = None
-        loaders = FitLoaders(
-            settings=self._context.settings,
-            accelerator=self.accelerator,
-            module=module,
-            train=train_dataloaders,
-            val=val_dataloaders,
-            datamodule=datamodule,
-            may_be_empty=self._context.may_be_empty,
-        )
+        self._fit_loaders = None
+        loaders = FitLoaders(self._context, module, train_dataloaders, val_dataloaders, datamodule)
         with (
             watch_signals(
                 tells_ctrl_c=self.accelerator.is_local_main_process,
@@ -472,23 +464,18 @@ class Trainer:
             # For the hooks.
             self._counters = replace(begun, epoch=origin.epoch, global_step=origin.step)
             val_iterators = loaders.make()
-            self._epoch_iterator = loaders.epoch_iterator
-            if are_empty([self._epoch_iterator]):
+            self._fit_loaders = loaders
+            if are_empty([loaders.epoch_iterator]):
                 return
             run = setup.make_fit_run(
-                stage,
-                loaders,
-                val_iterators,
-                chosen,
-                begun,
-                Stopping(watch.exit_code),
+                stage, loaders, val_iterators, chosen, begun, Stopping(watch.exit_code)
             )
             setup.start_fit(run, chosen, weights, ckpt_path)
             self._run = self._fit = run
             run.stopping.request(self._stop_requested)
             self._recorder, self._counters = run.recorder, run.counters
             tell_run_id(run.saving.run_id)
-            begin_profile(run, [self._epoch_iterator])
+            begin_profile(run, [loaders.epoch_iterator])
             self.accelerator._run_engine = run.engine
             try:
                 fit(run)
@@ -953,9 +940,8 @@ class Trainer:
     @property
     def should_stop(self) -> bool:
         """Whether a stop was requested; the request reaches all processes within two updates."""
-        return self._stop_requested or (
-            self._fitting is not None and self._fitting.stopping.decided()
-        )
+        run = self._fitting
+        return self._stop_requested or (run is not None and run.stopping.decided())
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
@@ -1209,7 +1195,7 @@ class Trainer:
 
     @property
     def _training_data(self) -> EpochIterator | None:
-        return self._epoch_iterator if self._fitting is None else self._fitting.data.epoch_iterator
+        return None if self._fit_loaders is None else self._fit_loaders.epoch_iterator
 
     def _given_checkpoint(self, ckpt_path: Any, words: Sequence[str]) -> Any:
         """Return the checked `ckpt_path`; a dry run has no checkpoints, so `words` give None."""
@@ -1284,7 +1270,6 @@ class Trainer:
         self._module = None if self._fit is None else self._fit.module
         try:
             if isinstance(run, FitRun):
-                self._epoch_iterator = run.data.epoch_iterator
                 run.saving.pending_saves.give_up()
                 run.saving.writer.close()
                 run.step_sync.read_pending()

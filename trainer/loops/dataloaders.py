@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableSequence, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from trainer.loops.config import Settings, apply_limit, require_length
 from trainer.loops.state import Counters
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed
+
+if TYPE_CHECKING:
+    from trainer.loops.lifecycle import RunContext
 
 logger = module_logger(__name__)
 
@@ -270,18 +273,15 @@ class Origin:
     seed: int
 
 
-@dataclass(kw_only=True)
 class FitLoaders:
     """The loaders of a fit: arguments of `fit`, or from hooks, perhaps again every few epochs.
 
     Args:
-        settings: The Trainer's arguments.
-        accelerator: The accelerator, over whose ranks the data are sharded.
+        context: What the fit is made of.
         module: The user's module.
         train: The training loader that was passed to `fit`.
         val: The validation loaders that were passed to `fit`.
         datamodule: The datamodule that was passed to `fit`.
-        may_be_empty: Whether loaders may have no batches.
 
     Attributes:
         epoch_iterator: The epoch iterator of the training data.
@@ -290,25 +290,21 @@ class FitLoaders:
         ValueError: ``reload_dataloaders_every_n_epochs`` is set, but loaders were passed to `fit`.
     """
 
-    settings: Settings
-    accelerator: Accelerator
-    module: TrainModule
-    train: Any
-    val: Any
-    datamodule: Any
-    may_be_empty: bool = False
-    epoch_iterator: EpochIterator = field(init=False)
+    epoch_iterator: EpochIterator
 
-    def __post_init__(self) -> None:
-        """Raise if loaders were passed to `fit` that would have to be created again."""
+    def __init__(
+        self, context: RunContext, module: TrainModule, train: Any, val: Any, datamodule: Any
+    ) -> None:
+        self._context, self._owners = context, (module, datamodule)
+        self._train, self._val = train, val
         self._length: int | None = _UNKNOWN
-        every = self.settings.reload_dataloaders_every_n_epochs
-        for argument, hook in (("train", "train_dataloader"), ("val", "val_dataloader")):
-            if every and getattr(self, argument) is not None:
+        every = context.settings.reload_dataloaders_every_n_epochs
+        for argument, given in (("train", train), ("val", val)):
+            if every and given is not None:
                 raise ValueError(
                     f"reload_dataloaders_every_n_epochs is {every}, but fit was given "
-                    f"{argument}_dataloaders, which it cannot create again. Define {hook} in the "
-                    "module or in a DataModule instead, or leave "
+                    f"{argument}_dataloaders, which it cannot create again. Define "
+                    f"{argument}_dataloader in the module or in a DataModule instead, or leave "
                     "reload_dataloaders_every_n_epochs at 0."
                 )
 
@@ -319,7 +315,7 @@ class FitLoaders:
             chosen: The checkpoint that the fit resumes from, if any.
             begun: The progress with which a new run begins.
         """
-        seed = self.settings.seed
+        seed = self._context.settings.seed
         if seed is not None:
             set_seed(seed)
         if chosen is not None and (saved := read_manifest(chosen).get("loaders")):
@@ -357,16 +353,16 @@ class FitLoaders:
         If the hooks are called every few epochs, they run under an RNG that is seeded from the
         run's seed and the epoch, so that a resumed run draws the same random numbers.
         """
-        again = self.settings.reload_dataloaders_every_n_epochs
+        settings, owners = self._context.settings, self._owners
+        again = settings.reload_dataloaders_every_n_epochs
         drawn = mix(origin.seed, origin.epoch, _DRAWS_BY_LOADERS)
-        owners = self.module, self.datamodule
         generators = module_generators(*owners) if again else {}
         with (
             isolated_rng(drawn) if again else nullcontext(),
             isolated_generators(generators, mix(drawn, 1)),
         ):
-            loaders = loaders_for("fit", self.train, *owners)
-            return loaders, validation_loaders(self.val, *owners, self.settings)
+            loaders = loaders_for("fit", self._train, *owners)
+            return loaders, validation_loaders(self._val, *owners, settings)
 
     def _take(self, loaders: list[Any], val: list[Any]) -> list[EpochIterator]:
         """Create the epoch iterators of loaders, with the Trainer's limits; collective.
@@ -381,19 +377,19 @@ class FitLoaders:
         Raises:
             ValueError: A loader is empty.
         """
-        settings = self.settings
+        context, settings = self._context, self._context.settings
         make = partial(
             make_epoch_iterators,
             settings=settings,
-            accelerator=self.accelerator,
+            accelerator=context.accelerator,
             seed=self._origin.seed,
-            may_be_empty=self.may_be_empty,
+            may_be_empty=context.may_be_empty,
         )
         (epoch_iterator,) = make("train", loaders)
         val_iterators = make("validate", val)
         if are_empty(val_iterators):
             val_iterators = []
-        check_step("validate", self.module, val_iterators)
+        check_step("validate", self._owners[0], val_iterators)
         require_length(epoch_iterator, val_every=settings.val_every, log_every=settings.log_every)
         self.epoch_iterator = epoch_iterator
         return val_iterators
@@ -414,7 +410,7 @@ class FitLoaders:
             ValueError: A loader is empty; or there is no longer any validation data.
             RuntimeError: A hook failed on another rank.
         """
-        every = self.settings.reload_dataloaders_every_n_epochs
+        every = self._context.settings.reload_dataloaders_every_n_epochs
         if not every or counters.epoch % every:
             return val_iterators
         origin = Origin(

@@ -102,10 +102,10 @@ def check_same_hook(run: FitRun, hook: str) -> None:
 
 def should_end(run: FitRun) -> bool:
     """Return whether the run is over; the same result on all ranks."""
-    if run.length.reached(run.counters, run.seconds):
+    length, stop_votes = run.context.length, run.step_sync.latest.stop_votes
+    if length.reached(run.counters, run.seconds):
         return True
-    stop_votes = run.step_sync.latest.stop_votes
-    return run.stopping.decided(stop_votes) and run.length.may_stop_early(run.progress())
+    return run.stopping.decided(stop_votes) and length.may_stop_early(run.progress())
 
 
 def train_epoch(run: FitRun) -> None:
@@ -191,7 +191,7 @@ def finish_update(run: FitRun) -> None:
     """
     counters = run.counters
     if run.step_sync.latest.epoch_votes:  # on_train_batch_start returned -1 on some rank
-        counters.end_epoch()
+        counters.epoch_complete = True
         run.data.epoch_iterator.leave()
     if run.world_size > 1:
         check_data_ends_together(run)
@@ -289,7 +289,7 @@ def check_data_ends_together(run: FitRun) -> None:
     together = (0, run.dp_size) if stream else (0,)
     if run.counters.epoch_complete and run.step_sync.latest.ended in together:
         if stream and run.step_sync.peek().ended not in together:
-            run.counters.end_epoch(False)
+            run.counters.epoch_complete = False
         else:
             run.step_sync.read_pending()
     latest, epoch = run.step_sync.latest, run.counters.epoch

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from callbacks import Callback, ModelCheckpoint
@@ -74,12 +74,12 @@ class RunContext:
     may_be_empty: bool = False
     uncalled: Callable[[object, str], Iterable[str]] = uncalled_hooks
 
-    @property
+    @cached_property
     def warns(self) -> bool:
         """Whether to print warnings about the set-up: on rank 0, and not in trials."""
         return self.trial_steps is None and self.accelerator.is_main_process
 
-    @property
+    @cached_property
     def length(self) -> Length:
         """When a fit ends.
 

@@ -37,8 +37,8 @@ class OptimizerStates:
         names: list[str],
         schedulers: Sequence[SchedulerEntry],
         module: TrainModule,
-        *,
         fingerprint: dict[str, str],
+        *,
         warns: bool,
     ) -> None:
         self._optimizers, self.names, self._schedulers = optimizers, names, schedulers

@@ -312,7 +312,7 @@ def check_one_pass_loaders(run: FitRun) -> None:
     Raises:
         ValueError: There is such a loader.
     """
-    length, counters, settings = run.length, run.counters, run.context.settings
+    counters, length, settings = run.counters, run.context.length, run.context.settings
     epochs = 1
     if length.max_epochs and length.max_steps is None and length.max_seconds is None:
         epochs = length.max_epochs - counters.epoch - counters.epoch_complete
@@ -357,7 +357,7 @@ def warn_of_shared_names(run: FitRun) -> None:
     """Warn on rank 0 of monitored metrics that both training and validation log."""
     trained = dict(run.metrics.step.names() + run.metrics.epoch("train").names())
     for name in sorted({name for _, name in monitors_of(run) if name in trained}):
-        if name in run.recorder.validated and run.warns:
+        if name in run.recorder.validated and run.context.warns:
             logger.warning(
                 "training and validation both log %r: monitors of it take the validation's value. "
                 "Different names would also keep the two apart in records and trackers.",

@@ -261,12 +261,7 @@ def _optimization(stage: Stage, engine: Engine, epoch_iterator: EpochIterator) -
     fingerprint = options_of(names, optimizers, schedulers)
     check_optimizer_fingerprints(fingerprint, alike=not engine.parallel.is_model_parallel)
     states = OptimizerStates(
-        optimizers,
-        names,
-        schedulers,
-        module,
-        fingerprint=fingerprint,
-        warns=accelerator.is_main_process,
+        optimizers, names, schedulers, module, fingerprint, warns=accelerator.is_main_process
     )
     guard = None
     if settings.non_finite != "ignore":
@@ -317,8 +312,8 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
         CheckpointError: The checkpoint is damaged or does not match the run.
     """
     context = run.context
-    lasts = not run.length.reached(run.counters, run.seconds)
-    if run.warns and lasts:
+    lasts = not context.length.reached(run.counters, run.seconds)
+    if context.warns and lasts:
         warn_of_no_validation(run)
     offset = None
     if chosen is not None:
@@ -327,7 +322,7 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
         if ckpt_path == "auto":  # so that the user notices a wrong folder
             empty = ", ".join(map(str, context.folders.all_roots()))
             context.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
-        if run.warns and not lasts:
+        if context.warns and not lasts:
             context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         _begin(run, weights)
     check_one_pass_loaders(run)
@@ -404,7 +399,7 @@ def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
     epoch, step = run.counters.epoch + 1, run.counters.global_step
     why = ""
-    if run.length.reached(run.counters, run.seconds):
+    if context.length.reached(run.counters, run.seconds):
         why = " Nothing is left to do: the length that the Trainer was given is reached."
     elif run.stopping.decided():
         why = (

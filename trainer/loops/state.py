@@ -24,7 +24,7 @@ from trainer.data.seeding import RunGenerators
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.base import Engine
 from trainer.hooks import HookTable
-from trainer.loops.config import Length, Schedule
+from trainer.loops.config import Schedule
 from trainer.loops.device_transfer import DeviceTransfer
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preemption import Stopping
@@ -99,10 +99,6 @@ class Counters:
         self.epoch += 1
         self.global_batches = self.epoch_batches = 0
         self.epoch_complete = False
-
-    def end_epoch(self, ended: bool = True) -> None:
-        """End the epoch before its data end, or go on in one that only this rank's data ended."""
-        self.epoch_complete = ended
 
     def count(self, micro_batch: GlobalBatch, dp_size: int) -> int | None:
         """Count one global batch, of so many shares of the data.
@@ -295,10 +291,11 @@ class Intervals:
             step: Its number.
             progress_at: Returns the progress of the run when it is done.
         """
-        interval, before = self._log.interval, self._log.before.steps
-        # Cheaper than the progress, at every update.
-        no = interval.unit == "steps" and before // interval.every >= step // interval.every
-        self.log_due = not no and self._log.due(progress_at(step))
+        every, before = self._log.interval.every, self._log.before.steps
+        if self._log.interval.unit == "steps" and before // every >= step // every:
+            self.log_due = False  # without the progress, which takes longer
+        else:
+            self.log_due = self._log.due(progress_at(step))
 
     def logged(self, step: int) -> None:
         """Note that the values of an update are recorded."""
@@ -400,20 +397,10 @@ class FitRun(Run):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters, the clock and the step sync."""
         counters = dict(state["counters"])
-        seconds = counters.pop("seconds")
+        seconds = counters.pop("seconds", 0.0)
         self.counters.load_state_dict(counters, self.dp_size)
         self.started -= seconds
         self.step_sync.load_state_dict(state, seconds)
-
-    @cached_property
-    def length(self) -> Length:
-        """When the run ends."""
-        return self.context.length
-
-    @cached_property
-    def warns(self) -> bool:
-        """Whether to print warnings about the set-up: on rank 0, and not in tuning trials."""
-        return self.context.warns
 
     def enter_boundary(self) -> None:
         """Reach the update boundary."""

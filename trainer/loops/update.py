@@ -181,7 +181,9 @@ def step_schedulers(
                 if monitored is None and entry.monitor in latest:
                     continue  # validation logs this name too, but none has run yet
                 latest = latest if monitored is None else latest | {entry.monitor: monitored[0]}
-            entry.step(latest, run.hooks.module_overrides.get("lr_scheduler_step"), warns=run.warns)
+            entry.step(
+                latest, run.hooks.module_overrides.get("lr_scheduler_step"), warns=run.context.warns
+            )
 
 
 def reduce_step_metrics(run: FitRun) -> None:
@@ -219,7 +221,7 @@ def check_parameters(run: FitRun) -> None:
             `DataParallel.check_unknown_parameters`.
     """
     parameters = run.optim.parameters
-    if parameters.first and run.warns:  # earlier hooks may have called eval()
+    if parameters.first and run.context.warns:  # earlier hooks may have called eval()
         warn_of_dropout_off(run.module)
     if parameters.changed:
         run.engine.check_unknown_parameters()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,7 @@ from tests.numerics.running import (
 )
 from trackers import read_metrics
 from trainer import CombinedLoader, GradScalerKwargs, TrainModule
+from trainer.checkpoint.storage import commit, open_staging, read_manifest
 from trainer.errors import Preempted
 
 CLASSES, FEATURES = 3, 5
@@ -800,6 +803,49 @@ def test_what_an_epochs_start_changes_is_changed_once(tmp_path, what, where):
     whole = fit("whole")
     with pytest.raises(Preempted):
         fit("parts", Interrupted(where))
+    assert_same(fit("parts"), whole)
+
+
+class ScaledByEpoch(Noisy):
+    """Sets the scale of its loss when an epoch begins; signals arrive in updates."""
+
+    def __init__(self, signalled: int | None) -> None:
+        super().__init__()
+        self.signalled, self.scale = signalled, 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = 2.0 + self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == self.signalled:
+            signal.raise_signal(signal.SIGTERM)
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+def test_the_checkpoint_of_an_earlier_release_lacks_what_an_epochs_start_has_set(tmp_path):
+    def fit(folder: str, signalled: int | None = None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = ScaledByEpoch(signalled)
+        trainer = quiet_trainer(
+            project_dir=tmp_path / folder, checkpointing=True, max_epochs=2, seed=1
+        )
+        trainer.fit(module, DataLoader(Augmented(24), 4, shuffle=True), ckpt_path="auto")
+        return copy_of(module)
+
+    whole = fit("whole")
+    with pytest.raises(Preempted):
+        fit("parts", 7)
+    saved = max((tmp_path / "parts" / "checkpoints").glob("step-*[0-9]"))
+    staging, manifest = open_staging(saved), read_manifest(saved)
+    shutil.copytree(saved, staging, dirs_exist_ok=True)
+    (staging / "manifest.json").unlink()
+    document = json.loads((staging / "trainer.json").read_text())
+    del document["tree"]["epoch_start"]
+    (staging / "trainer.json").write_text(json.dumps(document))
+    of_files = ("format_version", "files", "sha256")
+    commit(staging, saved, {k: v for k, v in manifest.items() if k not in of_files})
+    with pytest.raises(Preempted):  # the hook is called again, and the next checkpoint has it
+        fit("parts", 9)
     assert_same(fit("parts"), whole)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks import Callback
 from tests.helpers.ranks import RankError
 from trainer import (
     Accelerator,
@@ -122,6 +123,22 @@ def test_each_way_to_wrap_trains_alike(ranks2, options, tmp_path):
     expected = fit(tmp_path / "one")
     given = plugin(**WRAPPED[options])
     assert_close(ranks2(lambda: fit(tmp_path / "two", fsdp_plugin=given)), expected)
+
+
+class SetsUnits(Callback):
+    """Sets what torch sets unit by unit, by torch's own methods."""
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        first, second, *_ = units = [unit for unit in module.modules() if isinstance(unit, Block)]
+        units[-1].set_reshard_after_forward(False)
+        first.set_modules_to_forward_prefetch([second])
+        second.set_modules_to_backward_prefetch([first])
+
+
+def test_units_have_the_methods_of_torch(ranks2, tmp_path):
+    expected = fit(tmp_path / "one")
+    options: dict[str, Any] = {"fsdp_plugin": plugin(), "callbacks": [SetsUnits()]}
+    assert_close(ranks2(lambda: fit(tmp_path / "two", **options)), expected)
 
 
 class NoValidation(Net):

@@ -162,6 +162,12 @@ def test_bf16_is_that_of_the_cpu_and_other_precisions_are_refused(on_cpu):
         Accelerator(mixed_precision="fp16")
 
 
+def test_compiling_is_left_to_the_device(on_cpu):
+    on_cpu(False)
+    with pytest.raises(ValueError, match=r"dynamo_backend is 'inductor'.*XLA device compiles"):
+        Trainer(dynamo_backend="inductor")
+
+
 def test_an_update_with_nan_ends_the_run_before_a_save(on_cpu):
     class Bad(Model):
         def training_step(self, batch, batch_idx):

@@ -7,11 +7,22 @@ from torch import nn
 
 from trainer import xla
 from trainer.distributed.step_sync import StepSync
+from trainer.engines.base import EngineOptions
 from trainer.engines.single import SingleDevice
+from trainer.enums import DynamoBackend
 
 
 class XLADevice(SingleDevice):
     """Modules on one XLA device: a graph ends with each update, and each batch of an evaluation."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        compiler = options.dynamo_plugin
+        if compiler is not None and compiler.backend != DynamoBackend.NO and not compiler.disable:
+            raise ValueError(
+                f"dynamo_backend is {str(compiler.backend).lower()!r}, but an XLA device compiles "
+                "each graph of operations by itself: leave it out."
+            )
 
     def prepare_module(
         self,

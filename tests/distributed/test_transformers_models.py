@@ -16,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -53,6 +55,14 @@ def qwen3() -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
 
 
+def mixtral() -> nn.Module:
+    """Return a mixture of experts: which of them a process uses depends on its tokens."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts))
+
+
 def gpt2() -> nn.Module:
     sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -64,10 +74,11 @@ MODELS: dict[str, Any] = {
     "Llama": llama,
     "Llama, tied": lambda: llama(tied=True),
     "Qwen3": qwen3,
+    "Mixtral": mixtral,
 }
 LAYOUTS: dict[str, tuple[list[str], Any]] = {
     "shards": (
-        ["GPT-2, tied", "Llama", "Llama, tied"],
+        ["GPT-2, tied", "Llama", "Llama, tied", "Mixtral"],
         lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()},
     ),
     "split layers": (

@@ -213,6 +213,11 @@ def test_what_gpt_2_cannot_split_is_refused(ranks2, kind, message, tmp_path):
         ranks2(lambda: fit(tmp_path, "GPT-2, tied", "split layers", kind))
 
 
+def test_splitting_experts_is_refused(ranks2, tmp_path):
+    with pytest.raises(RankError, match=r"splits its experts \('.*'\), which is not supported"):
+        ranks2(lambda: fit(tmp_path / "two", "Mixtral", "split layers"))
+
+
 def test_tied_weights_are_in_a_checkpoint_once(ranks2, tmp_path):
     def save() -> list[str]:
         import json

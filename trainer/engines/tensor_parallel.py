@@ -49,6 +49,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
         sequence_dim=0, use_local_output=True
     ),
 }
+# Those of the experts of a mixture, in plans for tensor and for expert parallelism.
+_EXPERT_STYLES = {"moe_tp_experts", "packed_colwise", "grouped_gemm", "ep_dispatch_experts"}
 
 
 def split_layers(module: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -176,6 +178,11 @@ def _lora(name: str, layer: Any, style: ParallelStyle) -> Iterator[tuple[str, nn
 def _style(style: Any) -> ParallelStyle:
     if isinstance(style, ParallelStyle):
         return style
+    if style in _EXPERT_STYLES:
+        raise NotImplementedError(
+            f"The model's tp_plan splits its experts ({style!r}), which is not supported: leave "
+            "tp_size out and shard them (fsdp_plugin), or give the module a tp_plan without them."
+        )
     if style not in _STYLES:
         raise ValueError(choice_error("a style of tp_plan", style, _STYLES))
     return _STYLES[style]()

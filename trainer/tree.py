@@ -171,11 +171,14 @@ def send_to_device(
             depth.
     """
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
-    non_blocking = non_blocking and torch.device(device).type != "mps"
+    kind = torch.device(device).type
+    non_blocking = non_blocking and kind != "mps"
+    shards = kind == "xla" and xla.spmd()
 
     def send(tree: Any) -> Any:
         if isinstance(tree, Tensor):
-            return tree.to(device, non_blocking=non_blocking)
+            moved = tree.to(device, non_blocking=non_blocking)
+            return xla.shard(moved) if shards else moved
         if type(tree) is list and not skipped:  # fast path: loaders yield lists
             return [send(value) for value in tree]
         parts = children(tree)

@@ -20,6 +20,7 @@ from trainer import environment
 
 _graphs = 0  # the number of graphs that `sync` has ended
 _device: torch.device | None = None  # once it is in use
+_mesh: Any = None  # of all devices, once a batch was divided over them
 
 
 def is_installed() -> bool:
@@ -60,6 +61,30 @@ def sync() -> None:
     sys.modules["torch_xla"].sync()
     generator.set_rng_state(state)
     _graphs += 1
+
+
+def spmd() -> bool:
+    """Return whether the program has called ``torch_xla.runtime.use_spmd()``.
+
+    Then the process's device stands for all devices of the machine, over which `shard` divides
+    batches, and the compiler inserts what the devices send to each other.
+    """
+    return is_initialized() and environment.read_flag("XLA_USE_SPMD")
+
+
+def shard(tensor: Tensor) -> Tensor:
+    """Divide a tensor over the devices by its first dimension, which is that of the samples.
+
+    Others, and those with a number of samples that the devices do not divide, are on each device.
+    """
+    global _mesh
+    sharding = import_module("torch_xla.distributed.spmd")
+    if _mesh is None:
+        devices = import_module("torch_xla.runtime").global_runtime_device_count()
+        _mesh = sharding.Mesh(list(range(devices)), (devices,), ("data",))
+    if tensor.ndim and tensor.shape[0] % _mesh.size() == 0:
+        sharding.mark_sharding(tensor, _mesh, ("data", *(None,) * (tensor.ndim - 1)))
+    return tensor
 
 
 def marker(device: torch.device | str | int | None) -> Callable[[], object]:

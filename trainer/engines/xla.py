@@ -1,4 +1,4 @@
-"""One XLA device (such as a TPU), by torch_xla; see `trainer.xla`."""
+"""XLA devices (such as TPUs) in one process, by torch_xla; see `trainer.xla`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.enums import DynamoBackend
 
 
 class XLADevice(SingleDevice):
-    """Modules on one XLA device: a graph ends with each update, and each batch of an evaluation."""
+    """Modules on an XLA device: a graph ends with each update, and each batch of an evaluation."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)

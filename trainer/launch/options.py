@@ -22,7 +22,7 @@ from trainer.launch.settings import (
     truth,
 )
 
-_TPU = "it is about TPUs, which train in one process, without the launcher"
+_TPU = "it is about TPUs: one process trains on all of a machine (torch_xla.runtime.use_spmd)"
 _SAGEMAKER = "Amazon SageMaker has a launcher of its own, which starts processes as torchrun does"
 # Options of the documented API that are not supported, and why.
 REFUSED = {

@@ -44,7 +44,6 @@ from trainer.data.epoch_iterator import EpochIterator
 from trainer.distributed.guards import check_collective
 from trainer.distributed.watchdog import watched
 from trainer.engines.base import Engine, EngineOptions
-from trainer.engines.compile import compiled_steps
 from trainer.errors import Preempted, module_logger
 from trainer.files import absolute_path
 from trainer.hints import EVALUATION_ARGUMENTS, TRAINER_ARGUMENTS, TRAINER_ATTRIBUTES
@@ -1232,9 +1231,6 @@ class Trainer:
         self._datamodule, self._module = datamodule, module
         settings = self._context.settings
         detects_anomaly = settings.detect_anomaly and name == "fit"
-        compiler = self.accelerator.dynamo_plugin
-        sharded = self.accelerator.engine.parallel.mesh is not None  # which compiles its units
-        compiles_steps = not (sharded or compiler.compiles_regions)
         with (
             self.accelerator.state._in_force(),
             watched(partial(self._place, name)) as note_place,
@@ -1242,12 +1238,7 @@ class Trainer:
             deterministic(settings.deterministic),
             torch.autograd.set_detect_anomaly(True) if detects_anomaly else nullcontext(),
             stage_of(self._context, name, module, datamodule, finish=self._finish) as stage,
-            compiled_steps(
-                module,
-                steps_of(name, module) if compiles_steps else (),
-                compiler,
-                self.accelerator.device,
-            ),
+            self.accelerator.engine.compiled_steps(module, steps_of(name, module)),
         ):
             try:
                 yield stage

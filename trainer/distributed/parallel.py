@@ -12,6 +12,8 @@ from trainer.enums import DistributedType
 class Parallel:
     """The place of this process among all processes of a run, as the engine arranges them.
 
+    With a `mesh`, `divides_state` is True and `distributed_type` FSDP, if nothing else is given.
+
     "World size" in code about data, loss weights and metrics means `dp_size`.
 
     Attributes:
@@ -39,3 +41,10 @@ class Parallel:
     divides_state: bool = False
     forward_is_collective: bool = False
     distributed_type: DistributedType | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in what a mesh implies."""
+        if self.mesh is not None:
+            object.__setattr__(self, "divides_state", True)
+            kind = self.distributed_type or DistributedType.FSDP
+            object.__setattr__(self, "distributed_type", kind)

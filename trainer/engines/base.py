@@ -232,6 +232,14 @@ class Engine(Protocol):
                 the loop calls the module's own methods.
         """
 
+    def compiled_steps(
+        self, module: nn.Module, names: Iterable[str]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which steps of the user's module are compiled, if that is asked for.
+
+        An engine that compiles parts of the module in `start` does not compile whole steps.
+        """
+
     def begin_epoch(self) -> None:
         """Notice parameters that were frozen or unfrozen, before an epoch's first window."""
 

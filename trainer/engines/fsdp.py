@@ -50,7 +50,7 @@ from trainer.engines.compile import is_compiled, torch_arguments
 from trainer.engines.context_parallel import checkpoint_options
 from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
 from trainer.engines.tensor_parallel import keep_ties, split_layers
-from trainer.enums import DistributedType, DynamoBackend
+from trainer.enums import DynamoBackend
 from trainer.errors import module_logger
 from trainer.names import bare_names
 from trainer.optim.finite import find_non_finite
@@ -112,9 +112,7 @@ class FullyShard(SingleDevice):
             is_data_primary=logs and part == 0,
             is_log_primary=logs,
             mesh=mesh,
-            divides_state=True,
             forward_is_collective=True,
-            distributed_type=DistributedType.FSDP,
         )
         # By the id of each parameter that was replaced; the old ones are kept, without their
         # memory, so that no id recurs.
@@ -463,6 +461,13 @@ class FullyShard(SingleDevice):
                 vars(module)[name] = self._watched(getattr(module, name))
                 register_fsdp_forward_method(module, name)
 
+    def compiled_steps(
+        self, module: nn.Module, names: Iterable[str]
+    ) -> AbstractContextManager[None]:
+        """Compile no whole step: `start` compiles the units."""
+        del names
+        return super().compiled_steps(module, ())
+
     def _compile_units(self) -> None:
         """Compile the forward of each unit, which FSDP's hooks surround.
 
@@ -552,7 +557,8 @@ class FullyShard(SingleDevice):
             counts = self._on_device(self._flags_of_use())
             sum_numbers(counts)
             self._drop_unused(counts)
-        self._used.intersection_update(filter(_is_unreduced, list(self._used)))
+        # In place: `weights` has the same set.
+        self._used -= {held for held in self._used if not _is_unreduced(held)}
         return items
 
     def _complete_windows(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.averaging import give_nothing
 from trainer.engines.base import EngineOptions, Gradients, Weights
-from trainer.engines.compile import compile_blocks, release_blocks
+from trainer.engines.compile import compile_blocks, compiled_steps, release_blocks
 from trainer.engines.lockstep import zero_gradients
 from trainer.optim.optimizer import OptimizerDriver
 from trainer.tree import own_memory
@@ -82,6 +82,15 @@ class SingleDevice:
             self._compiled_blocks = compile_blocks(module, self._compiler)
         if step_sync is not None:
             self.step_sync = step_sync
+
+    def compiled_steps(
+        self, module: nn.Module, names: Iterable[str]
+    ) -> AbstractContextManager[None]:
+        """Compile the steps, unless the module's repeated blocks are compiled."""
+        if self._compiler is None:
+            return nullcontext()
+        whole = () if self._compiler.compiles_regions else names
+        return compiled_steps(module, whole, self._compiler, self.options.device)
 
     def begin_epoch(self) -> None:
         """Do nothing: any parameter may be trained."""

@@ -333,7 +333,7 @@ class FitLoaders:
             TypeError: There is validation data but no ``validation_step``.
             RuntimeError: A hook failed on another rank.
         """
-        return self._take(*on_all(lambda: self._call(self._origin), "fit"))
+        return self._take(self._origin, *on_all(lambda: self._call(self._origin), "fit"))
 
     def describe(self) -> dict[str, int]:
         """Return the origin of the loaders, for the manifest of a checkpoint."""
@@ -364,10 +364,11 @@ class FitLoaders:
             loaders = loaders_for("fit", self._train, *owners)
             return loaders, validation_loaders(self._val, *owners, settings)
 
-    def _take(self, loaders: list[Any], val: list[Any]) -> list[EpochIterator]:
+    def _take(self, origin: Origin, loaders: list[Any], val: list[Any]) -> list[EpochIterator]:
         """Create the epoch iterators of loaders, with the Trainer's limits; collective.
 
         Args:
+            origin: The run's progress when the loaders were created.
             loaders: The training loader, in a list.
             val: The validation loaders.
 
@@ -382,7 +383,7 @@ class FitLoaders:
             make_epoch_iterators,
             settings=settings,
             accelerator=context.accelerator,
-            seed=self._origin.seed,
+            seed=origin.seed,
             may_be_empty=context.may_be_empty,
         )
         (epoch_iterator,) = make("train", loaders)
@@ -391,7 +392,7 @@ class FitLoaders:
             val_iterators = []
         check_step("validate", self._owners[0], val_iterators)
         require_length(epoch_iterator, val_every=settings.val_every, log_every=settings.log_every)
-        self.epoch_iterator = epoch_iterator
+        self.epoch_iterator, self._origin = epoch_iterator, origin
         return val_iterators
 
     def reload_if_due(
@@ -430,5 +431,4 @@ class FitLoaders:
             return loaders, val_loaders
 
         loaders, val_loaders = on_all(call, "reload_dataloaders_every_n_epochs")
-        self._origin = origin
-        return self._take(loaders, val_loaders)
+        return self._take(origin, loaders, val_loaders)

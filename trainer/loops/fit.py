@@ -119,10 +119,11 @@ def train_epoch(run: FitRun) -> None:
         restore_rng(run)
         # Those that have ended the previous epoch, or came at its end.
         run.step_sync.latest = run.step_sync.latest._replace(epoch_votes=0.0)
-        run.saving.module_state.start_epoch(run.hooks.on_train_epoch_start)
-    else:
-        with run.metrics.muted():  # its first call has logged
-            run.saving.module_state.resume_epoch(run.hooks.on_train_epoch_start)
+        with run.saving.module_state.epoch_starts():
+            run.hooks.on_train_epoch_start()
+    elif run.saving.module_state.lacks_epoch_start:
+        with run.metrics.muted(), run.saving.module_state.epoch_starts():  # the first call logged
+            run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
     if run.world_size > 1:
         check_same_length(epoch_iterator, f"train loader in epoch {counters.epoch}")

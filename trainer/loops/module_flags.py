@@ -7,7 +7,8 @@ holds neither, and a hook may have set them once, at an update that a resumed ru
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,16 +121,17 @@ class ModuleState:
             for name, part in bare_names(self._module, self._module.named_modules()):
                 part.training = name not in evaluating
 
-    def start_epoch(self, hook: Callable[[], None]) -> None:
-        """Call ``on_train_epoch_start``, and note the attributes that it sets."""
+    @contextmanager
+    def epoch_starts(self) -> Iterator[None]:
+        """Note the attributes that ``on_train_epoch_start`` sets inside the block."""
         before = plain_attributes(self._module)
-        hook()
+        yield
         self._of_epoch = (self._of_epoch or {}) | changed_attributes(self._module, before)
 
-    def resume_epoch(self, hook: Callable[[], None]) -> None:
-        """Call the hook again if the checkpoint, of an earlier release, lacks what it has set."""
-        if self._of_epoch is None:
-            self.start_epoch(hook)
+    @property
+    def lacks_epoch_start(self) -> bool:
+        """Whether the checkpoint, of an earlier release, does not have what the hook has set."""
+        return self._of_epoch is None
 
     def epoch_start(self) -> dict[str, Any]:
         """Return the attributes that the hook has set with present values, and the accumulation."""

@@ -70,7 +70,7 @@ class Recorder:
 
     @contextmanager
     def sanity_check(self) -> Iterator[None]:
-        """Record nothing inside, and put the latest values back on exit."""
+        """Let `record` only remember inside, and put the latest values back on exit."""
         latest, updates = dict(self.latest), dict(self.updates)
         self.sanity_checking = True
         try:

@@ -105,7 +105,7 @@ CLIP_IN_STEP = (
 
 
 class Clipper(Protocol):
-    """Clips gradients in place; an engine, see `trainer.engines.base.Engine`."""
+    """Clips gradients in place, as `trainer.engines.base.Gradients` do."""
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scale the gradients to a total norm of at most `max_norm`."""

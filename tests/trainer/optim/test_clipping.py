@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.helpers.engines import options
-from trainer.engines.single import SingleDevice
+from trainer.engines.base import Gradients
 from trainer.optim.clipping import Clipping, Limits, clip_, validate_limits
 
 
@@ -61,13 +60,13 @@ def test_without_gradients_no_value_is_limited(parameters):
         (torch.optim.SGD([parameter]), Limits(max_value=number + 1.0))
         for number, parameter in enumerate(parameters)
     ]
-    Clipping(Limits(max_value=0.5), own).clip_(SingleDevice(options()), parameters)
+    Clipping(Limits(max_value=0.5), own).clip_(Gradients(), parameters)
     assert gradients(parameters) == [[1.0, 0.0], None, [0.0, -3.0]]
 
 
 def test_an_optimizer_with_a_norm_of_its_own_is_left_out_of_the_norm_of_the_others(parameters):
     own = [(torch.optim.SGD(parameters[:1]), Limits(max_norm=1.0))]
-    Clipping(Limits(max_norm=2.0), own).clip_(SingleDevice(options()), parameters)
+    Clipping(Limits(max_norm=2.0), own).clip_(Gradients(), parameters)
     assert gradients(parameters) == [
         pytest.approx([1.0, 0.0], rel=1e-5),
         None,

@@ -6,7 +6,7 @@ has a part of every parameter, gradient and optimizer state; ``--offload_optimiz
 keeps that state in host memory. It needs ``pip install -e ".[deepspeed]"``.
 
 Run it again, also with other options or another number of processes, to resume from its last
-checkpoint. A checkpoint holds whole tensors: at the end a plain module classifies with them.
+checkpoint. At the end the parts of its weights are merged, and a plain module classifies with them.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from callbacks import GradientNormMonitor, ModelCheckpoint
 from trainer import Trainer, TrainModule
+from trainer.checkpoint.shards import merge_weights
 
 
 def make_net(width=256, depth=3):
@@ -89,7 +90,8 @@ def main():
         ckpt_path="auto",
     )
     if trainer.is_global_zero:
-        weights = Path(saving.last_model_path, "model.safetensors")
+        weights = arguments.project_dir / "weights.safetensors"
+        merge_weights(saving.last_model_path, weights)
         print(f"trained by  {trainer.accelerator.distributed_type.value}")
         print(f"accuracy    {trainer.callback_metrics['val/accuracy']:.4f}")
         print(f"plain       {accuracy_of(weights, val_set):.4f} with {weights}")

@@ -499,7 +499,7 @@ class TrainModule(nn.Module):
         self,
         checkpoint: dict[str, Any],
         hooks: Callable[[dict[str, Any]], None],
-        weights: Callable[[], Weights] | None,
+        weights: Callable[[], Weights],
         *,
         weights_only: bool,
     ) -> tuple[dict[str, Any], Weights | None]:
@@ -508,8 +508,7 @@ class TrainModule(nn.Module):
         Args:
             checkpoint: What the hooks are given.
             hooks: Calls them; with `weights_only` the module's alone.
-            weights: Returns the weights that will be saved and, if they differ, the trained ones;
-                None if the engine gathers them later.
+            weights: Returns the weights that will be saved and, if they differ, the trained ones.
             weights_only: Whether nothing but weights is saved.
 
         Returns:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
@@ -238,13 +239,93 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+class LocalShards:
+    """The parts of a tensor that this process holds, where no ``DTensor`` describes them.
+
+    Args:
+        shape: The shape of the whole tensor.
+        dtype: Its dtype.
+        device: Where `full_tensor` gathers it.
+        shards: The offsets of each part in the whole tensor, and its values.
+        saved: Whether this process saves them: others that hold the same do not.
+    """
+
+    layout = torch.strided
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        shards: Sequence[tuple[list[int], Tensor]] = (),
+        *,
+        saved: bool = True,
+    ) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+        self.shards, self.saved = shards, saved
+
+    def numel(self) -> int:
+        """Return the number of values of the whole tensor."""
+        return self.shape.numel()
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole tensor on all processes; collective."""
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        for offsets, values in self.shards if self.saved else ():
+            region_of(whole, offsets, values.shape).copy_(values)
+        if whole.numel():
+            torch.distributed.all_reduce(as_bytes(whole))  # the bits: exact for any dtype
+        return whole
+
+
+def shards_of_range(
+    shape: Sequence[int], values: Tensor, start: int
+) -> list[tuple[list[int], Tensor]]:
+    """Return consecutive values of a flattened tensor as parts of the tensor: views with offsets.
+
+    Whole rows are one part, and those before and after them are divided likewise.
+
+    Args:
+        shape: The shape of the whole tensor.
+        values: The values, a tensor of one dimension.
+        start: The index of the first one in the flattened tensor.
+    """
+    count = values.numel()
+    if not shape or not count:
+        return [([], values.view(()))] if count else []
+    width = math.prod(shape[1:])
+    first, last = -(-start // width), (start + count) // width  # of the whole rows
+    head = min(first * width - start, count)
+    rows = max(last - first, 0)
+    parts = []
+    for row, part, at in (
+        (first - 1, values[:head], start - (first - 1) * width),
+        (last, values[head + rows * width :], 0),
+    ):
+        inner = shards_of_range(shape[1:], part, at)
+        parts += [([row, *offsets], value[None]) for offsets, value in inner]
+    if rows:
+        middle = values[head : head + rows * width].view(rows, *shape[1:])
+        parts.insert(0, ([first] + [0] * (len(shape) - 1), middle))
+    return parts
+
+
 def is_sharded(value: object) -> bool:
-    """Return whether a value is a tensor that is split over processes (a ``DTensor``)."""
-    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+    """Return whether a value is a tensor that is split over processes."""
+    return isinstance(value, LocalShards) or (
+        isinstance(value, Tensor) and hasattr(value, "device_mesh")
+    )
+
+
+def local_parts(tensor: Any) -> Sequence[tuple[list[int], Tensor]]:
+    """Return the offsets and the values of this process's parts of a tensor, in the same memory."""
+    if isinstance(tensor, LocalShards):
+        return tensor.shards
+    return [local_part(tensor) if is_sharded(tensor) else ([0] * tensor.ndim, tensor)]
 
 
 def local_part(tensor: Any) -> tuple[list[int], Tensor]:
-    """Return the offsets and the values of this process's part of a sharded tensor.
+    """Return the offsets and the values of this process's part of a ``DTensor``.
 
     The dimensions of the mesh split a tensor in turn, each into parts as ``torch.chunk`` makes
     them. One that FSDP has split after tensor parallelism (``_StridedShard``) comes last. Torch's
@@ -269,19 +350,24 @@ def local_part(tensor: Any) -> tuple[list[int], Tensor]:
     return offsets, local
 
 
-def region_of(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+def region_of(tensor: Any, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Return a region of a tensor, as a view."""
-    return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, shape, strict=True))]
+    region: Tensor = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, shape, strict=True))]
+    return region
 
 
 def fill_(target: Any, source: Any) -> None:
     """Copy a tensor into another one, which may be sharded where the first is whole."""
-    if is_sharded(target) and isinstance(source, Tensor) and not is_sharded(source):
-        offsets, local = local_part(target)
+    if isinstance(source, LocalShards):  # which is divided as the target is
+        for (_, local), (_, values) in zip(local_parts(target), source.shards, strict=True):
+            local.copy_(values)
+        return
+    if not is_sharded(target) or is_sharded(source):
+        target.copy_(source)
+        return
+    for offsets, local in local_parts(target):
         if local.numel():
             local.copy_(region_of(source, offsets, local.shape))
-        return
-    target.copy_(source)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.utils.checkpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaForCausalLM
 
@@ -31,8 +34,11 @@ from trainer import (
     Accelerator,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
     Trainer,
     TrainModule,
+    tree,
 )
 from trainer.checkpoint.weights import load_weights
 from trainer.cli import main
@@ -54,7 +60,7 @@ def plugin(stage: int, **options: Any) -> DeepSpeedPlugin:
 
 
 class State(Callback):
-    """Keeps the whole weights, and the optimizer's state, of the end of a fit; rank 0's alone."""
+    """Keeps whole weights, and the optimizer's whole state, of the end of a fit on rank 0."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
@@ -62,7 +68,8 @@ class State(Callback):
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.weights = trainer.accelerator.get_state_dict(module)
-        self.optimizer = trainer.optimizers[0].state_dict()["state"]
+        state = tree.map_tree(tree.gathered, trainer.optimizers[0].state_dict()["state"])
+        self.optimizer = state if trainer.global_rank == 0 else {}
 
 
 def fit(
@@ -329,6 +336,97 @@ def test_the_state_of_every_group_is_saved_and_resumed(ranks2, stage, tmp_path):
         torch.testing.assert_close(whole, dict(model.state_dict()), rtol=0, atol=2e-6)
 
 
+class Shapes(nn.Module):
+    """Odd sizes, four dimensions, tied weights, a frozen layer and a buffer."""
+
+    tp_plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(1, 3, (2, 3))
+        self.wide, self.narrow = nn.Linear(6, 14), nn.Linear(14, 5)
+        self.first, self.tied = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(5, 3).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv(x.view(-1, 1, 2, 4)).flatten(1)
+        hidden = self.narrow(torch.relu(self.wide(hidden)))
+        return self.frozen(self.first(hidden) + self.tied(hidden)) + self.seen
+
+
+LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"zero{n}": lambda n=n: {"deepspeed_plugin": plugin(n)} for n in STAGES},
+    "zero3, small ones whole": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)},
+    "fsdp": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+    "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
+    "ddp": dict,
+    "one": dict,
+}
+
+
+class Loop:
+    """A loop of one's own on a layout."""
+
+    def __init__(self, layout: str, precision: str) -> None:
+        self.accelerator = Accelerator(cpu=True, mixed_precision=precision, **LAYOUTS[layout]())
+        model = Shapes()
+        wide = [p for p in model.parameters() if p.ndim > 1]
+        other = [p for p in model.parameters() if p.ndim == 1]
+        groups = [{"params": other}, {"params": wide, "weight_decay": 0.3, "lr": 0.02}]
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(groups))
+
+    def train(self, *steps: int) -> Loop:
+        updated(self.model, self.optimizer, steps, self.accelerator)
+        return self
+
+    def state(self) -> Any:
+        """Return all tensors whole, on rank 0."""
+        weights = self.accelerator.get_state_dict(self.model)
+        state = tree.map_tree(tree.gathered, self.optimizer.state_dict()["state"])
+        rate = self.optimizer.param_groups[1]["lr"]
+        return deepcopy(({name: value.float() for name, value in weights.items()}, state, rate))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_every_tensor_is_the_same_on_any_engine(ranks, precision, tmp_path):
+    def on(layout: str, job: Callable[[Loop], Any]) -> Any:
+        def run() -> Any:
+            return job(Loop(layout, precision))
+
+        return ranks({"one": 1, "zero2": 3}.get(layout, 2))(run)[0]
+
+    def trained(loop: Loop) -> Any:
+        loop.train(0, 1).accelerator.save_state(tmp_path / "0")
+        return loop.state(), loop.train(2).state()
+
+    def moved(number: int) -> Callable[[Loop], Any]:
+        def job(loop: Loop) -> Any:
+            loop.accelerator.load_state(tmp_path / str(number))
+            loop.accelerator.save_state(tmp_path / str(number + 1))
+            return loop.state()
+
+        return job
+
+    expected, further = on("zero3", trained)
+    read = {name: torch.empty_like(v) for name, v in expected[0].items() if name != "tied.weight"}
+    with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
+        dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(tmp_path / "0"), no_dist=True)
+    torch.testing.assert_close(read, {name: expected[0][name] for name in read}, rtol=0, atol=0)
+    ways = ["fsdp", "one", "tp", "zero1", "ddp", "zero2", "zero3, small ones whole", "zero0"]
+    for number, layout in enumerate(ways):
+        found = on(layout, moved(number))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda m: f"{layout}: {m}")  # noqa: B023 - at once
+
+    def back(loop: Loop) -> Any:
+        loop.train(3).accelerator.load_state(tmp_path / str(len(ways)))
+        return loop.train(2).state()
+
+    torch.testing.assert_close(on("zero3", back), further, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "bf16"), (1, "no"), (2, "bf16"), (3, "no"), (3, "bf16")]
 )
@@ -435,13 +533,12 @@ def test_weights_are_exported_in_16_bits_if_the_plugin_says_so(ranks2, tmp_path)
 
     exported, nothing = ranks2(run)
     assert nothing == {}
-    saved = load_weights(tmp_path)  # those that the optimizer updates
+    assert main(["merge-weights", str(tmp_path), str(tmp_path / "merged.safetensors")]) == 0
+    saved = load_file(tmp_path / "merged.safetensors")  # those that the optimizer updates
     assert {each.dtype for each in saved.values()} == {torch.float32}
     expected = {name: value.bfloat16() for name, value in saved.items()}
     torch.testing.assert_close(exported, expected, rtol=0, atol=0)
     torch.testing.assert_close(load_weights(tmp_path / "model"), expected, rtol=0, atol=0)
-    assert main(["merge-weights", str(tmp_path), str(tmp_path / "merged.safetensors")]) == 0
-    torch.testing.assert_close(load_file(tmp_path / "merged.safetensors"), saved)
 
 
 def test_nothing_is_compiled_and_one_process_will_do(ranks, tmp_path):

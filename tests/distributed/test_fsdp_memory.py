@@ -1,4 +1,4 @@
-"""Memory and bytes of a sharded model: a process holds, copies and reads its own share alone."""
+"""Memory and bytes of a sharded state: a process holds, copies and reads its own share alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback
 from tests.helpers.ranks import RankPool
-from trainer import Accelerator, FullyShardedDataParallelPlugin, Trainer, TrainModule
+from trainer import (
+    Accelerator,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    Trainer,
+    TrainModule,
+)
 from trainer.checkpoint.shards import merge_weights
 from trainer.loops import setup
 
@@ -48,8 +54,18 @@ class Wide(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def plugin() -> FullyShardedDataParallelPlugin:
-    return FullyShardedDataParallelPlugin(auto_wrap_policy=lambda part: isinstance(part, nn.Linear))
+def fsdp() -> dict[str, Any]:
+    wraps = FullyShardedDataParallelPlugin(
+        auto_wrap_policy=lambda part: isinstance(part, nn.Linear)
+    )
+    return {"fsdp_plugin": wraps}
+
+
+def zero(stage: int, precision: str = "no") -> Callable[[], dict[str, Any]]:
+    return lambda: {
+        "deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage),
+        "mixed_precision": precision,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +102,10 @@ def read(work: Callable[[], Any]) -> int:
     return counter("io", "rchar") - before
 
 
-def loop(*, steps: int) -> tuple[Accelerator, nn.Module, Any]:
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+def loop(
+    *, steps: int, layout: Callable[[], dict[str, Any]] = fsdp
+) -> tuple[Accelerator, nn.Module, Any]:
+    accelerator = Accelerator(cpu=True, **layout())
     model = Wide()
     prepared, optimizer = accelerator.prepare(model, model.configure_optimizers())
     for _ in range(steps):
@@ -113,9 +131,13 @@ def test_a_process_holds_its_share(exact):
     assert exact(look) == [[MODEL // 2, MODEL // 2, MODEL]] * 2
 
 
-def test_saving_waits_with_nothing_twice_and_in_the_background_with_a_copy(exact, tmp_path):
+LAYOUTS = {"fsdp": fsdp, "zero1": zero(1), "zero2": zero(2, "bf16"), "zero3": zero(3, "bf16")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_saving_waits_with_nothing_twice_and_in_the_background_with_a_copy(exact, layout, tmp_path):
     def save() -> list[int]:
-        accelerator, *_ = loop(steps=1)
+        accelerator, *_ = loop(steps=1, layout=LAYOUTS[layout])
         peaks = [peak(lambda: accelerator.save_state(tmp_path / "state"))]
 
         class Save(Callback):
@@ -126,7 +148,7 @@ def test_saving_waits_with_nothing_twice_and_in_the_background_with_a_copy(exact
 
                 peaks.append(peak(save))
 
-        fit(tmp_path, max_steps=2, callbacks=[Save()])
+        fit(tmp_path, max_steps=2, callbacks=[Save()], layout=LAYOUTS[layout])
         return peaks
 
     for waiting, first, second in exact(save):
@@ -137,8 +159,8 @@ def test_saving_waits_with_nothing_twice_and_in_the_background_with_a_copy(exact
 
 def fit(folder: Path, **options: Any) -> None:
     options = {"checkpointing": False, "progress_bar": False, "project_dir": folder, **options}
-    ckpt_path = options.pop("ckpt_path", None)
-    trainer = Trainer(cpu=True, fsdp_plugin=plugin(), **options)
+    ckpt_path, layout = options.pop("ckpt_path", None), options.pop("layout", fsdp)
+    trainer = Trainer(cpu=True, **layout(), **options)
     batches = DataLoader(TensorDataset(torch.ones(8, WIDTH)), 1)
     trainer.fit(Wide(), batches, ckpt_path=ckpt_path)
 

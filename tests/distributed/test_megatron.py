@@ -9,6 +9,7 @@ import re
 import runpy
 import shutil
 import signal
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from callbacks import Callback, GradientNormMonitor, ModelCheckpoint
 from tests.helpers.megatron import cuda_on_cpu, gpt
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, MegatronLMPlugin, Preempted, Trainer, TrainModule
+from trainer.tree import gathered, map_tree
 from trainer.utils import MegatronLMDummyScheduler, patch_environment
 
 generator = torch.Generator().manual_seed(0)
@@ -408,6 +410,42 @@ def test_a_run_resumes_on_other_layouts(ranks, ranks2, tmp_path):
         shutil.copytree(tmp_path / name, tmp_path / copy)
         found = ranks2(lambda: train(copy, 2, layout, ckpt_path="auto"))  # noqa: B023 - at once
         assert_equal(found, expected, 1e-4)
+
+
+class Whole(Callback):
+    """Gathers all tensors at the start and at the end."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        weights = trainer.accelerator.get_state_dict(module)
+        state = map_tree(gathered, trainer.optimizers[0].state_dict()["state"])
+        self.tensors.append(deepcopy([weights, state]))
+
+    on_train_end = on_train_start
+
+
+def test_every_tensor_is_the_same_on_another_layout(ranks, tmp_path):
+    def tensors(layout: str, name: str, **more: Any) -> Any:
+        processes, options = LAYOUTS.get(layout, (1, {}))
+
+        def fit() -> Any:
+            whole = Whole()
+            precision = {"mixed_precision": "bf16"}
+            run(tmp_path / name, options, Adam, callbacks=[whole], **precision, **more)
+            return whole.tensors
+
+        return ranks(processes)(fit)[0]
+
+    ways = ("tp2", "pp2"), ("one", "tp2, pp2"), ("tp2, pp2", "dp2")
+    for number, (saved, loaded) in enumerate(ways):
+        name = f"{number}"
+        _, expected = tensors(saved, name, max_steps=2, checkpointing=True)
+        batch = 16 if loaded == "dp2" else 8  # of both replicas
+        found, _ = tensors(loaded, name, batch=batch, max_steps=3, ckpt_path="auto")
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert {value.dtype for value in found[0].values()} == {torch.float32}
 
 
 def test_saved_weights_are_evaluated_on_another_layout(ranks, ranks2, tmp_path):

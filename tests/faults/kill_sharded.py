@@ -7,6 +7,7 @@ were killed, and which runs ended with something else than an uninterrupted one.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -15,6 +16,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +30,57 @@ from torch.utils.data import DataLoader, Dataset
 
 from callbacks import ModelCheckpoint, WeightAveraging
 from tests.faults.kill_sweep import KILLED, Killer, kill_at_call, without_time
+from tests.helpers.megatron import cuda_on_cpu, gpt
+from tests.helpers.promises import losses
 from trackers import read_metrics
-from trainer import FullyShardedDataParallelPlugin, ParallelismConfig, Trainer, TrainModule
+from trainer import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    ParallelismConfig,
+    Trainer,
+    TrainModule,
+)
 from trainer.checkpoint.shards import merge_weights
 from trainer.checkpoint.storage import committed, verify
+from trainer.engines.deepspeed import import_deepspeed
+from trainer.engines.megatron import import_megatron
 
 TOLERANCE = 1e-5
 LIMIT = 120  # seconds for a start on a busy machine; more is a hang
-LAYOUTS: dict[str, tuple[int, dict[str, int] | None]] = {  # processes, sizes of the mesh
-    "one": (1, None),
-    "ddp": (2, None),
-    "fsdp": (2, {}),
-    "fsdp_4": (4, {}),
-    "hsdp": (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
-    "tp": (2, {"tp_size": 2}),
-    "fsdp_tp": (4, {"dp_shard_size": 2, "tp_size": 2}),
+
+
+def fsdp(**sizes: int) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"])
+    return {
+        "fsdp_plugin": plugin,
+        "parallelism_config": ParallelismConfig(**sizes) if sizes else None,
+    }
+
+
+def zero(stage: int) -> dict[str, Any]:
+    options = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+    return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config={"zero_optimization": options})}
+
+
+def megatron(**degrees: int) -> dict[str, Any]:
+    return {"megatron_lm_plugin": MegatronLMPlugin(gradient_clipping=0.0, **degrees)}
+
+
+# The processes, the shares of the data, and the options of the Trainer.
+LAYOUTS: dict[str, tuple[int, int, Callable[[], dict[str, Any]]]] = {
+    "one": (1, 1, dict),
+    "ddp": (2, 2, dict),
+    "fsdp": (2, 2, fsdp),
+    "fsdp_4": (4, 4, fsdp),
+    "hsdp": (4, 4, lambda: fsdp(dp_replicate_size=2, dp_shard_size=2)),
+    "tp": (2, 1, lambda: fsdp(tp_size=2)),
+    "fsdp_tp": (4, 2, lambda: fsdp(dp_shard_size=2, tp_size=2)),
+    "zero1": (2, 2, lambda: zero(1)),
+    "zero2": (2, 2, lambda: zero(2)),
+    "zero3": (2, 2, lambda: zero(3)),
+    "megatron_tp": (2, 1, lambda: megatron(tp_degree=2)),
+    "megatron_pp": (2, 1, lambda: megatron(pp_degree=2, num_micro_batches=2)),
 }
 
 
@@ -75,15 +114,17 @@ class Net(TrainModule):
         self.blocks = nn.Sequential(Block(dropout), Block(dropout))
         self.tp_plan = {"blocks.*.first": ColwiseParallel(), "blocks.*.second": RowwiseParallel()}
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         outputs = self.last(self.blocks(self.first(batch[0])))
-        loss = nn.functional.cross_entropy(outputs, batch[1])
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        outputs = self.last(self.blocks(self.first(batch[0])))
-        self.log("val/loss", nn.functional.cross_entropy(outputs, batch[1]))
+        self.log("val/loss", self.loss(batch))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -91,15 +132,26 @@ class Net(TrainModule):
         return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
 
 
-def fit(folder: Path, layout: str, *, noisy: bool, step: int) -> None:
-    processes, sizes = LAYOUTS[layout]
-    options: dict[str, Any] = {}
-    if sizes is not None:
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            transformer_cls_names_to_wrap=["Block"]
-        )
-        options["parallelism_config"] = ParallelismConfig(**sizes) if sizes else None
-    shares = processes // (sizes or {}).get("tp_size", 1)
+class Language(Net):
+    """A GPT of megatron-core, whose tokens are made of the numbers."""
+
+    def __init__(self, dropout: float, plugin: MegatronLMPlugin) -> None:
+        TrainModule.__init__(self)
+        self.dropout, self.plugin = dropout, plugin
+
+    def configure_model(self) -> None:
+        arguments = self.plugin.transformer_arguments("no")
+        drops = {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
+        self.model = gpt(arguments, **drops)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens = (batch[0].abs() * 9).long() % 32
+        return losses(self.model, torch.cat([tokens, tokens[:, :1]], 1), is_gpt=True).mean()
+
+
+def fit(folder: Path, layout: str, *, noisy: bool, averages: bool, step: int) -> None:
+    _, shares, options_of = LAYOUTS[layout]
+    options, dropout = options_of(), 0.3 if noisy else 0.0
     trainer = Trainer(
         max_epochs=2,
         cpu=True,
@@ -111,7 +163,7 @@ def fit(folder: Path, layout: str, *, noisy: bool, step: int) -> None:
         max_grad_norm=0.5,
         callbacks=[
             Killer(step),
-            WeightAveraging(0.9),
+            *([WeightAveraging(0.9)] if averages else []),
             ModelCheckpoint(monitor="val/loss", every=1, save_top_k=2),
         ],
         seed=5,
@@ -119,22 +171,25 @@ def fit(folder: Path, layout: str, *, noisy: bool, step: int) -> None:
     )
     train = DataLoader(Noisy(1.0 if noisy else 0.0), 8 // shares, shuffle=True)
     validation = DataLoader(Noisy(0.0), 8 // shares)
-    trainer.fit(Net(0.3 if noisy else 0.0), train, validation, ckpt_path="auto")
+    plugin = options.get("megatron_lm_plugin")
+    module = Net(dropout) if plugin is None else Language(dropout, plugin)
+    trainer.fit(module, train, validation, ckpt_path="auto")
 
 
-def start(folder: Path, kill: dict[str, Any], *, noisy: bool) -> int:
+def start(folder: Path, kill: dict[str, Any], **how: bool) -> int:
     """Start the run once; return the exit code of the first process that failed, else 0.
 
     Args:
         folder: The run's project folder.
         kill: ``layout``; ``kind``: none, step, call or time; ``when``; the ``rank`` to be killed.
-        noisy: Whether the data and the module draw random numbers.
+        **how: ``noisy``, whether the data and the module draw random numbers, and ``averages``,
+            whether weights are averaged.
     """
-    processes = LAYOUTS[kill["layout"]][0]
+    processes, *_ = LAYOUTS[kill["layout"]]
     rendezvous = folder.with_suffix(".rendezvous")
     rendezvous.unlink(missing_ok=True)
     children = {
-        _fork(rank, processes, rendezvous, folder, kill, noisy): rank for rank in range(processes)
+        _fork(rank, processes, rendezvous, folder, kill, how): rank for rank in range(processes)
     }
     deadline = time.monotonic() + LIMIT
     due = time.monotonic() + kill["when"] if kill["kind"] == "time" else deadline
@@ -156,7 +211,12 @@ def start(folder: Path, kill: dict[str, Any], *, noisy: bool) -> int:
 
 
 def _fork(
-    rank: int, processes: int, rendezvous: Path, folder: Path, kill: dict[str, Any], noisy: bool
+    rank: int,
+    processes: int,
+    rendezvous: Path,
+    folder: Path,
+    kill: dict[str, Any],
+    how: dict[str, bool],
 ) -> int:
     child = os.fork()
     if child:
@@ -175,7 +235,8 @@ def _fork(
         if kill["kind"] == "call" and victim:
             kill_at_call(int(kill["when"]))
         step = int(kill["when"]) if kill["kind"] == "step" and victim else -1
-        fit(folder, kill["layout"], noisy=noisy, step=step)
+        with cuda_on_cpu() if kill["layout"].startswith("megatron") else nullcontext():
+            fit(folder, kill["layout"], step=step, **how)
         code = 0
     except Exception:  # noqa: BLE001 - the parent judges the exit code
         traceback.print_exc()
@@ -231,28 +292,40 @@ def differences(found: dict[str, Any], expected: dict[str, Any], *, exact: bool)
 def main() -> None:
     folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    whole: dict[tuple[str, bool], dict[str, Any]] = {}
+    used = {kill["layout"] for run in runs for kill in run}
+    if any(layout.startswith("zero") for layout in used):
+        import_deepspeed(torch.device("cpu"))
+        for name in ("deepspeed.module_inject", "torch._inductor.compile_fx"):  # each fork needs
+            importlib.import_module(name)
+    if any(layout.startswith("megatron") for layout in used):
+        with cuda_on_cpu():
+            import_megatron(torch.device("cpu"))
+    whole: dict[Any, dict[str, Any]] = {}
 
-    def uninterrupted(layout: str, noisy: bool) -> dict[str, Any]:
-        if (layout, noisy) not in whole:
-            here = folder / f"whole-{layout}-{noisy}"
-            assert start(here, {"layout": layout, "kind": "none"}, noisy=noisy) == 0
-            whole[layout, noisy] = end_of(here)
-        return whole[layout, noisy]
+    def uninterrupted(layout: str, **how: bool) -> dict[str, Any]:
+        key = layout, *how.items()
+        if key not in whole:
+            here = folder / f"whole-{len(whole)}"
+            assert start(here, {"layout": layout, "kind": "none"}, **how) == 0
+            whole[key] = end_of(here)
+        return whole[key]
 
     kills, different = 0, []
     for number, run in enumerate(runs):
         here, last = folder / str(number), run[-1]["layout"]
-        exact = {kill["layout"] for kill in run} == {last}
+        layouts = {kill["layout"] for kill in run}
+        exact = layouts == {last}
+        averages = not any(layout.startswith(("zero", "megatron")) for layout in layouts)
+        how = {"noisy": exact, "averages": averages}
         for kill in run:
-            code = start(here, kill, noisy=exact)
+            code = start(here, kill, **how)
             kills += code == KILLED or code == KILLED % 256
             if code not in (0, KILLED, KILLED % 256):
                 different.append([run, f"exit code {code}"])
-        if (code := start(here, {"layout": last, "kind": "none"}, noisy=exact)) != 0:
+        if (code := start(here, {"layout": last, "kind": "none"}, **how)) != 0:
             different.append([run, f"exit code {code}"])
             continue
-        expected = uninterrupted(last, True) if exact else uninterrupted("one", False)
+        expected = uninterrupted(last if exact else "one", **how)
         wrong = differences(end_of(here), expected, exact=exact)
         different += [[run, wrong]] if wrong else []
         shutil.rmtree(here)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,19 +13,20 @@ from tests.faults.test_kill import sweep
 UPDATES = 8  # two epochs of four
 CALLS = 160  # about as many as rank 0 makes of those that put files on the disk
 SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp")
+DRIVEN = ("zero1", "zero2", "zero3", "megatron_tp", "megatron_pp")
 # Layouts with as many shares of the data: a run may change between them within an epoch.
 ALIKE = (("one", "tp"), ("ddp", "fsdp", "fsdp_tp"), ("fsdp_4", "hsdp"))
 
 
-def kill(layout: str, draw: random.Random) -> dict[str, Any]:
+def kill(layout: str, draw: random.Random, calls: int = CALLS, ranks: int = 4) -> dict[str, Any]:
     """Return a kill of one process: at an update, while saving, or of all by the clock."""
     kind = draw.choice(["step", "call", "call", "time"])
     when: float = draw.randrange(1, UPDATES)
     if kind == "call":
-        when = draw.randrange(1, CALLS)
+        when = draw.randrange(1, calls)
     if kind == "time":
         when = draw.uniform(0.2, 4.0)
-    return {"layout": layout, "kind": kind, "when": when, "rank": draw.randrange(4)}
+    return {"layout": layout, "kind": kind, "when": when, "rank": draw.randrange(ranks)}
 
 
 @pytest.mark.timeout(600)
@@ -37,7 +39,12 @@ def test_killed_sharded_runs_equal_uninterrupted_ones(tmp_path):
         {"layout": "fsdp", "kind": "step", "when": 3},
         {"layout": "ddp", "kind": "step", "when": 6},
     ]
-    assert sweep(tmp_path, [on_shards, to_another], 540, "kill_sharded") == 4
+    in_pieces = [
+        {"layout": "zero3", "kind": "step", "when": 3, "rank": 1},
+        {"layout": "zero3", "kind": "call", "when": 60, "rank": 0},
+    ]
+    runs = [on_shards, to_another, in_pieces]
+    assert sweep(tmp_path, runs, 540, "kill_sharded") == 6
 
 
 @pytest.mark.long
@@ -47,3 +54,14 @@ def test_runs_killed_on_all_layouts_equal_uninterrupted_ones(tmp_path):
     runs = [[kill(layout, draw) for _ in range(2)] for layout in SHARDED for _ in range(8)]
     runs += [[kill(draw.choice(alike), draw) for _ in range(4)] for alike in ALIKE * 9]
     assert sweep(tmp_path, runs, 3500, "kill_sharded") >= 100
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_runs_of_deepspeed_and_megatron_killed_anywhere_equal_uninterrupted_ones(tmp_path):
+    draw = random.Random(4)
+    hits = partial(kill, draw=draw, calls=CALLS // 2, ranks=2)
+    runs = [[hits(layout) for _ in range(5)] for layout in DRIVEN for _ in range(4)]
+    alike = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+    runs += [[hits(draw.choice(alike)) for _ in range(5)] for _ in range(4)]
+    assert sweep(tmp_path, runs, 3500, "kill_sharded") >= 60

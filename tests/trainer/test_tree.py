@@ -462,3 +462,20 @@ DETECTION = tuple(zip(*[(z(3, 4, 4), {"boxes": z(i, 4)}) for i in range(4)], str
 )
 def test_samples_of_a_batch(batch, fetched, samples):
     assert tree.count_samples(batch, fetched) == samples
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (1, 5), (2, 3, 4), (2, 1, 3, 2), (3, 0)])
+def test_any_range_of_a_flattened_tensor_is_a_few_blocks_of_it(shape):
+    whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            values = whole.flatten()[start:stop]
+            blocks = tree.shards_of_range(shape, values, start)
+            assert len(blocks) <= max(2 * len(shape) - 1, 1)
+            found = torch.zeros(shape)
+            for offsets, block in blocks:
+                assert block.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+                tree.region_of(found, offsets, block.shape).copy_(block)
+            expected = torch.zeros(whole.numel())
+            expected[start:stop] = values
+            assert torch.equal(found, expected.view(shape))

@@ -45,7 +45,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint import accelerate_format, gradients, main_alone
-from trainer.checkpoint.loading import compare, load_whole, placed, renames
+from trainer.checkpoint.loading import compare, load_parts, placed, renames
 from trainer.checkpoint.parts import (
     Reader,
     StatePart,
@@ -97,7 +97,7 @@ from trainer.engines.base import Engine
 from trainer.engines.comm_hooks import for_processes
 from trainer.errors import CheckpointError, module_logger
 from trainer.files import with_home
-from trainer.names import bare_state_dict
+from trainer.names import bare_names, bare_state_dict
 from trainer.optim.optimizer import parameters_of
 from trainer.rng import load_rng_state, mix, rng_state, seed_generators
 from trainer.tree import is_sharded
@@ -148,22 +148,21 @@ class PreparedObjects:
     engine: Engine | None = None
 
     @property
-    def mesh(self) -> Any:
-        """The device mesh over which models are sharded; None if they are not."""
-        return None if self.engine is None else self.engine.parallel.mesh
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the engine gathers the state on rank 0."""
-        return self.engine is not None and self.engine.driver is not None
+    def sharded(self) -> bool:
+        """Whether models are sharded over the processes."""
+        return self.engine is not None and self.engine.parallel.divides_state
 
     @property
     def replicated(self) -> bool:
         """Whether every process holds the same state, apart from what can be derived."""
-        engine = self.engine
-        if engine is None:
+        if self.engine is None:
             return True
-        return not engine.parallel.divides_state and not any(engine.state_dict().values())
+        return not self.sharded and not any(self.engine.state_dict().values())
+
+    def weights_of(self, model: nn.Module) -> dict[str, Any]:
+        """Return what this process holds of a model's weights, by the user's names."""
+        parts = None if self.engine is None else self.engine.weights.parts(model)
+        return bare_state_dict(model) if parts is None else dict(bare_names(model, parts.items()))
 
     @property
     def progress(self) -> list[Any]:
@@ -358,9 +357,9 @@ def _save(
     processes: Ranks,
 ) -> Path:
     """See `save_state`; collective over `processes`."""
-    if prepared.mesh is not None or prepared.gathers:
+    if prepared.sharded:
         check_shared_disk(project.save_on_each_node)
-    if prepared.mesh is not None and not safe_serialization:
+    if prepared.sharded and not safe_serialization:
         raise ValueError(
             "safe_serialization is False, but each process writes its part of a sharded model "
             "as safetensors: leave it out."
@@ -375,13 +374,11 @@ def _save(
         if processes.num_processes > 1 and processes.is_main_process:
             main_alone.forget()  # all have come
         prepared.reshard()
-        engine = prepared.engine if prepared.gathers else None
-        state_of = engine.weights.full_state_dict if engine else bare_state_dict
-        of_all_models.extend(map(state_of, models))
+        of_all_models.extend(map(prepared.weights_of, models))
         weights.extend(of_all_models)
 
     def write(staging: Path) -> Sequence[str]:
-        if prepared.mesh is not None:
+        if prepared.sharded:
             _check_same_models(of_all_models, weights)
         parts = _parts(prepared, weights, processes, is_writer, safe_serialization)
         return write_parts(parts)(staging)
@@ -517,7 +514,9 @@ def _parts(
     safe_serialization: bool,
 ) -> list[StatePart]:
     """Return this process's parts of the checkpoint."""
-    shards = None if prepared.mesh is None else Shards(processes.process_index, prepared.mesh)
+    shards = None
+    if prepared.sharded and prepared.engine is not None:
+        shards = Shards(processes.process_index, prepared.engine.parallel.mesh)
     shared = prepared.parts()
     # On all processes: reading the scaler's state may rescale the gradients.
     trees, rank_state = collect(shared), _own_state(prepared)
@@ -782,8 +781,7 @@ class _SavedProcesses:
         numbers = _ranks_in(reader)
         own_state = reader.tree(_rank_stem(rank)) if rank in numbers and self._as_many else {}
         # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
-        sharded = prepared.mesh is not None
-        needs_all = (sharded and own_state.get("gradients")) or own_state.get("engine")
+        needs_all = (prepared.sharded and own_state.get("gradients")) or own_state.get("engine")
         ranks_to_read = [rank] if own_state and not needs_all else numbers
         self.states = {number: reader.tree(_rank_stem(number)) for number in ranks_to_read}
         self.first = self.states.get(rank) or self.states[min(self.states)]
@@ -803,7 +801,7 @@ class _SavedProcesses:
         """Return the gradients that this process restores."""
         # Earlier releases saved none.
         saved: dict[str, Any] | None = self.first.get("gradients")
-        if saved is not None and self._as_many and self._prepared.mesh is None:
+        if saved is not None and self._as_many and not self._prepared.sharded:
             saved = gradients.for_rank([saved], 0, 1)
         elif saved is not None:
             of_ranks = self._of_all("before an update", "the gradients")
@@ -843,7 +841,7 @@ class _SavedProcesses:
 
 def _read(reader: Reader, rank: int, world_size: int, prepared: PreparedObjects) -> Stored:
     saved, manifest = _SavedProcesses(reader, rank, world_size, prepared), reader.manifest
-    later = prepared.mesh is not None  # each process needs a share of what whole files hold
+    later = prepared.sharded  # each process needs a share of what whole files hold
     first = saved.first
     own = {
         "step": first["step"],
@@ -911,10 +909,8 @@ def _check(
     notes += _check_rest(stored, prepared, strict=strict)
     for number, (model, weights) in enumerate(zip(models, stored.weights, strict=False)):
         stored.weights[number] = weights = own_names(model, weights)
-        described = None
-        if prepared.engine is not None and prepared.gathers:
-            described = prepared.engine.weights.described(model)
-        _check_model(f"Model {number} of {stored.path}", model, weights, described, strict=strict)
+        parts = None if prepared.engine is None else prepared.engine.weights.parts(model)
+        _check_model(f"Model {number} of {stored.path}", model, weights, parts, strict=strict)
         inspect.signature(model.load_state_dict).bind(weights, **model_kwargs)
     for number, optimizer in enumerate(prepared.optimizers):
         state = stored.trees[_STEMS["optimizers"](number)]
@@ -963,11 +959,11 @@ def _check_model(
     what: str,
     model: nn.Module,
     weights: dict[str, torch.Tensor],
-    described: Mapping[str, Any] | None = None,
+    parts: Mapping[str, Any] | None = None,
     *,
     strict: bool,
 ) -> None:
-    here = model.state_dict(keep_vars=True) if described is None else described
+    here = model.state_dict(keep_vars=True) if parts is None else parts
     by_value = {id(here[name]): weights[name] for name in weights if name in here}
     # A tied weight may have been saved under its other name; a lazy module had nothing to save.
     for name, value in here.items():
@@ -978,7 +974,7 @@ def _check_model(
     shapes = {
         name: tuple(value.shape) for name, value in weights.items() if hasattr(value, "shape")
     }
-    mismatch = compare(model, shapes, described)
+    mismatch = compare(model, shapes, parts)
     if not strict:
         mismatch.missing, mismatch.unexpected = [], []
     if mismatch:
@@ -1028,8 +1024,7 @@ def _apply(
         dtypes |= dtypes_of(model, weights)
     prepared.reshard(drops_gradients=True)
     for model, weights in zip(models, stored.weights, strict=False):
-        if prepared.engine is not None and prepared.gathers:
-            load_whole(model, weights, prepared.engine.weights.load)
+        if prepared.engine is not None and load_parts(model, weights, prepared.engine.weights):
             continue
         values = placed(model, weights, assign=model_kwargs.get("assign", False))
         model.load_state_dict(values, **model_kwargs)

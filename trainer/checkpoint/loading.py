@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +29,11 @@ from trainer.checkpoint.weights import (
     own_names,
     tied_names,
 )
+from trainer.engines.base import Weights
 from trainer.errors import CheckpointError, module_logger, printable
 from trainer.files import read_json
 from trainer.names import bare_names
-from trainer.tree import own_memory
+from trainer.tree import fill_, is_sharded, own_memory
 
 logger = module_logger(__name__)
 _SHOWN = 20  # names of each kind listed in an error
@@ -261,7 +262,7 @@ def compare(
 ) -> KeyMismatch:
     """Compare the names and shapes of weights with a model's.
 
-    `here` are tensors of the whole model, if `model` is only a part of it.
+    `here` are the model's weights, if its own state dict does not have them.
 
     Two kinds of names do not count as missing: a tied weight whose other name was saved, and a
     weight of a lazy module that was never called.
@@ -278,7 +279,7 @@ def compare(
         {
             name: (shapes[name], full_shape(value))
             for name, value in here.items()
-            if isinstance(value, torch.Tensor)
+            if (isinstance(value, torch.Tensor) or is_sharded(value))
             and not is_lazy(value)
             and tuple(shapes.get(name, full_shape(value))) != full_shape(value)
         },
@@ -302,8 +303,8 @@ def load_into(
     *,
     where: str | os.PathLike[str],
     strict: bool = True,
-    load: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], None] | None = None,
     here: Mapping[str, Any] | None = None,
+    held: Weights | None = None,
 ) -> None:
     """Load weights into a module, whether its submodules are compiled or not.
 
@@ -313,8 +314,8 @@ def load_into(
         where: The file that they came from, for the error.
         strict: All names and shapes must match. False loads the weights that match and logs a
             warning that lists the others.
-        load: Copies whole weights into the module, where only an engine can.
         here: See `compare`.
+        held: What the module's engine tells of its weights, if there is one.
 
     Raises:
         CheckpointError: Names or shapes do not match. The message lists the missing and unexpected
@@ -323,9 +324,10 @@ def load_into(
     """
     own_memory(module)
     weights = own_names(module, weights)
+    parts = None if held is None else held.parts(module)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    mismatch = compare(module, shapes, here)
-    if (translates := _translates(module)) and load is None:
+    mismatch = compare(module, shapes, here if parts is None else parts)
+    if (translates := _translates(module)) and parts is None:
         mismatch = _load_translated(module, weights, mismatch, where)
     named = printable(str(mismatch.bare(module)))
     if mismatch and strict:
@@ -335,9 +337,8 @@ def load_into(
             "load_from_checkpoint(…, strict=False), or strict_loading = False in the module, which "
             "counts where fit resumes a run only for a LightningModule."
         )
-    if load is not None:
-        fitting = _without(weights, (*mismatch.misshaped, *mismatch.unexpected))
-        load_whole(module, fitting, load)
+    if held is not None and parts is not None:
+        load_parts(module, _without(weights, (*mismatch.misshaped, *mismatch.unexpected)), held)
     elif not translates:
         _load(module, _without(weights, mismatch.misshaped), where)
     if mismatch:
@@ -349,15 +350,22 @@ def load_into(
         )
 
 
-def load_whole(
-    module: torch.nn.Module,
-    weights: Mapping[str, Any],
-    load: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], None],
-) -> None:
-    """Load weights that only an engine can copy, with `load`, from full tensors."""
+@torch.no_grad()
+def load_parts(module: torch.nn.Module, weights: Mapping[str, Any], held: Weights) -> bool:
+    """Copy weights into what a process holds of them, see `Weights.parts`; collective.
+
+    Returns:
+        False, and nothing is done, if the module's ``load_state_dict`` has to do it.
+    """
+    parts = held.parts(module, to_fill=True)
+    if parts is None:
+        return False
     extra = {n: materialize(w) for n, w in weights.items() if n.endswith(EXTRA_STATE)}
-    load(module, {n: materialize(w) for n, w in weights.items() if n not in extra})
+    for name in weights.keys() & parts.keys() - extra.keys():
+        fill_(parts[name], weights[name])
+    held.refresh(module)
     module.load_state_dict({n: extra_state(tensor) for n, tensor in extra.items()}, strict=False)
+    return True
 
 
 def _translates(module: torch.nn.Module) -> bool:

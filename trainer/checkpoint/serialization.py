@@ -34,7 +34,7 @@ from trainer.checkpoint.storage import check_file, reading
 from trainer.errors import CheckpointError
 from trainer.files import read_json
 from trainer.strict_json import fits_64_bits, is_unicode
-from trainer.tree import as_bytes, dense
+from trainer.tree import LocalShards, as_bytes, dense, is_sharded
 
 # The dtypes that safetensors supports; it has no quantized types or wider complex numbers.
 DTYPES = frozenset(
@@ -303,7 +303,7 @@ def stream_tensors(
         tensors = iter(values)  # zip would keep the last one while it gets the next
         for name in described:
             host = portable_weight(next(tensors).detach(), name).cpu()
-            as_bytes(host).numpy().tofile(stream)
+            stream.write(as_bytes(host).numpy().data)  # tofile would lose the error's number
             del host
 
 
@@ -444,9 +444,9 @@ def _encode_set(value: Iterable[Any], path: _KeyPath, tensors: _Tensors) -> Any:
     return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
 
 
-def _encode_tensor(value: torch.Tensor, path: _KeyPath, tensors: _Tensors) -> Any:
+def _encode_tensor(value: Any, path: _KeyPath, tensors: _Tensors) -> Any:
     name = path.name().encode(errors="backslashreplace").decode()
-    if tensors.shards is not None and hasattr(value, "device_mesh"):
+    if tensors.shards is not None and is_sharded(value):
         return {"$": "sharded", "name": tensors.shards.add(f"{path.stem}/{name}", value)}
     while name in tensors or name == "__metadata__":  # keys 0 and "0"; a name safetensors reserves
         name = f"{name}#{len(tensors)}"
@@ -461,7 +461,7 @@ def _encode_tensor(value: torch.Tensor, path: _KeyPath, tensors: _Tensors) -> An
 def _encode_other(value: Any, path: _KeyPath, tensors: _Tensors) -> Any:
     import numpy as np
 
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, LocalShards)):
         return _encode_tensor(value, path, tensors)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         document = {"$": "namedtuple", "name": type(value).__name__, "fields": value._fields}

@@ -1,10 +1,11 @@
 """Sharded tensors in a checkpoint: each process writes the parts that it holds.
 
 ``shard-<rank>.safetensors`` holds a process's parts, with the offsets of each in the header under
-the keys that torch's ``HuggingFaceStorageReader`` reads. ``shards.json`` holds the whole shape and
-dtype of each tensor, so that a missing part is noticed. Parts are written without communication,
-and read by any layout of processes: each reads only the bytes of what it holds, one tensor at a
-time, into tensors that exist where there are such.
+the keys that torch's ``HuggingFaceStorageReader`` reads. The second parts of tensors of which a
+process has several are in ``shard-<rank>-1.safetensors``, and so on. ``shards.json`` holds the
+whole shape and dtype of each tensor, so that a missing part is noticed. Parts are written without
+communication, and read by any layout of processes: each reads only the bytes of what it holds, one
+tensor at a time, into tensors that exist where there are such.
 """
 
 from __future__ import annotations
@@ -26,15 +27,25 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.serialization import (
+    aligned,
     dtypes_by_name,
     extra_state_tensor,
     portable,
-    write_tensors,
+    stream_tensors,
 )
 from trainer.checkpoint.storage import check_file, reading
 from trainer.errors import CheckpointError
 from trainer.files import read_json
-from trainer.tree import as_bytes, fill_, is_sharded, local_part, map_tree, region_of
+from trainer.tree import (
+    LocalShards,
+    as_bytes,
+    fill_,
+    is_sharded,
+    local_part,
+    local_parts,
+    map_tree,
+    region_of,
+)
 
 INDEX = "shards.json"
 SHARD = "shard-*.safetensors"
@@ -42,8 +53,8 @@ _OFFSETS = "DCP_SHARDING_INFO"  # the key of torch.distributed.checkpoint's safe
 _LARGEST = 1 << 30
 
 
-def _shard_of(rank: int) -> str:
-    return f"shard-{rank:05d}.safetensors"
+def _shard_of(rank: int, number: int = 0) -> str:
+    return f"shard-{rank:05d}{f'-{number}' if number else ''}.safetensors"
 
 
 class Shards:
@@ -51,31 +62,39 @@ class Shards:
 
     Args:
         rank: The rank of this process.
-        mesh: The device mesh of all processes.
+        mesh: The device mesh of all processes; None if no tensor is a ``DTensor``.
     """
 
-    def __init__(self, rank: int, mesh: Any) -> None:
+    def __init__(self, rank: int, mesh: Any = None) -> None:
         self._rank, self._mesh = rank, mesh
         self._parts: dict[str, Tensor] = {}
-        self._offsets: dict[str, list[int]] = {}
+        self._places: dict[str, tuple[int, str, list[int]]] = {}  # file, name and offsets of each
         self._index: dict[str, Any] = {}
-        self._seen: dict[tuple[object, ...], str] = {}
+        self._seen: dict[object, tuple[str, object]] = {}
 
     def add(self, name: str, tensor: Any) -> str:
         """Add a tensor, sharded or the same on all processes; return the name it is stored under.
 
         Tensors that share memory, such as tied weights, are stored once.
         """
-        offsets, local = local_part(tensor) if is_sharded(tensor) else ([0] * tensor.ndim, tensor)
-        memory = (local.data_ptr(), tuple(local.shape), local.stride(), tuple(offsets))
-        if local.numel() and (first := self._seen.setdefault(memory, name)) != name:
+        parts = local_parts(tensor)
+        if isinstance(tensor, LocalShards):  # all processes find the same, also those without parts
+            memory: object = id(tensor)
+        else:
+            offsets, local = parts[0]
+            memory = (local.data_ptr(), tuple(local.shape), local.stride(), tuple(offsets))
+            memory = memory if local.numel() else object()
+        first, _ = self._seen.setdefault(memory, (name, tensor))
+        if first != name:
             return first
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._index[name] = {"shape": list(tensor.shape), "dtype": dtype}
-        writes = self._writes(tensor) if is_sharded(tensor) else self._rank == 0
-        if writes and (local.numel() or not tensor.numel()):
-            self._parts[name] = portable(local.detach(), name)
-            self._offsets[name] = offsets
+        if self._writes(tensor):
+            held = [(o, local) for o, local in parts if local.numel() or not tensor.numel()]
+            for number, (offsets, local) in enumerate(held):
+                key = f"{number} {name}"
+                self._parts[key] = portable(local.detach(), name)
+                self._places[key] = number, name, offsets
         return name
 
     def add_weights(self, state_dict: Mapping[str, Any], section: str = "") -> None:
@@ -89,7 +108,7 @@ class Shards:
             TypeError: A value is not a tensor, and no plain data of ``get_extra_state``.
         """
         for name, tensor in state_dict.items():
-            if not isinstance(tensor, Tensor):
+            if not (isinstance(tensor, Tensor) or is_sharded(tensor)):
                 tensor = extra_state_tensor(name, tensor)
             if is_lazy(tensor):
                 continue
@@ -100,6 +119,10 @@ class Shards:
 
     def _writes(self, tensor: Any) -> bool:
         """Return whether this process is the first of those that hold the same part."""
+        if isinstance(tensor, LocalShards):
+            return tensor.saved
+        if not is_sharded(tensor):
+            return self._rank == 0
         mesh = tensor.device_mesh
         where = mesh.get_coordinate()
         same = [
@@ -115,21 +138,28 @@ class Shards:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """This process's parts by name."""
+        """This process's parts."""
         return self._parts
 
     @property
     def files(self) -> list[str]:
         """The names of the files that `write` writes."""
         index = [INDEX] if self._rank == 0 else []
-        return [*([_shard_of(self._rank)] if self._parts else []), *index]
+        return [*(_shard_of(self._rank, number) for number in self._numbers), *index]
+
+    @property
+    def _numbers(self) -> list[int]:
+        return sorted({number for number, *_ in self._places.values()})
 
     def write(self, values: Mapping[str, Tensor], folder: Path) -> None:
         """Write parts with these values into a folder, and on rank 0 the index."""
-        offsets = {name: {"saved_offsets": where} for name, where in self._offsets.items()}
-        metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(offsets)}
-        if values:
-            write_tensors(values, folder / _shard_of(self._rank), metadata)
+        for number in self._numbers:
+            here = {key: place[1:] for key, place in self._places.items() if place[0] == number}
+            offsets = {name: {"saved_offsets": where} for name, where in here.values()}
+            metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(offsets)}
+            described = aligned({name: values[key] for key, (name, _) in here.items()})
+            file = folder / _shard_of(self._rank, number)
+            stream_tensors(described, described.values(), file, metadata)
         if self._rank == 0:
             document = {"version": 1, "tensors": self._index}
             (folder / INDEX).write_text(json.dumps(document), encoding="utf-8")
@@ -166,8 +196,8 @@ class ShardedTensor:
         """Take part in functions of torch; see torch's notes on extending it."""
         if function is Tensor.copy_ and isinstance(args[1], cls):
             target, source = args[:2]
-            offsets, local = local_part(target) if is_sharded(target) else (source.start, target)
-            local.copy_(source.read(offsets, local.shape))
+            for offsets, local in local_parts(target):
+                local.copy_(source.read(offsets, local.shape))
             return target
         return function(
             *map_tree(_whole, args), **{k: map_tree(_whole, v) for k, v in (kwargs or {}).items()}
@@ -176,6 +206,10 @@ class ShardedTensor:
     def size(self) -> torch.Size:
         """Return the shape, as a tensor does."""
         return self.shape
+
+    def __getitem__(self, region: Sequence[slice]) -> Tensor:
+        """Return a region that has a slice of each dimension; see `read`."""
+        return self.read([s.start for s in region], [s.stop - s.start for s in region])
 
     def read(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a region, on the CPU.
@@ -208,12 +242,7 @@ class ShardedTensor:
 
     def whole(self) -> Tensor:
         """Return the whole tensor, on the CPU."""
-        return self.read(self.start, self.shape)
-
-    @property
-    def start(self) -> list[int]:
-        """The index of its first value."""
-        return [0] * len(self.shape)
+        return self.read([0] * len(self.shape), self.shape)
 
 
 def _whole(value: Any) -> Any:
@@ -301,13 +330,14 @@ class ShardReader:
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
         with reading(folder / INDEX):
             self._index = read_json(folder / INDEX, _LARGEST)["tensors"]
-        own_shard = _shard_of(dist.get_rank() if dist.is_initialized() else 0)
-        names = sorted((n for n in files if fnmatch(n, SHARD)), key=lambda n: (n != own_shard, n))
+        own = _shard_of(dist.get_rank() if dist.is_initialized() else 0).partition(".")[0]
+        shards = (name for name in files if fnmatch(name, SHARD))
+        names = sorted(shards, key=lambda name: (not name.startswith(own), name))
         self._unopened = (TensorFile(folder / name) for name in names)
         self._opened: list[TensorFile] = []
 
     def shards(self) -> Iterator[TensorFile]:
-        """Yield the shards; the first one has the number of this process.
+        """Yield the shards; the first ones have the number of this process.
 
         On the layout that they were saved on it has all that this process needs. So each is opened
         only when it is asked for.
@@ -353,10 +383,8 @@ def like(source: Tensor | ShardedTensor, target: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     offsets, local = local_part(target)
-    if isinstance(source, ShardedTensor):
-        part = source.read(offsets, local.shape)
-    else:
-        part = region_of(source, offsets, local.shape).clone()  # and let go of the others
+    part = region_of(source, offsets, local.shape)
+    part = part.clone() if isinstance(source, Tensor) else part  # and let go of the others
     return DTensor.from_local(
         part.to(device=local.device, dtype=source.dtype),
         target.device_mesh,
@@ -377,6 +405,8 @@ def state_like(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         optimizer: The optimizer.
         saved: Its state dict, as read: tensors may be `ShardedTensor` objects.
     """
+    if getattr(optimizer, "driver", None) is not None:
+        return saved  # the engine takes its parts
     if not {"state", "param_groups"} <= saved.keys():
         return resharded(saved, None)  # type: ignore[no-any-return]  # a mapping like `saved`
     numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])

@@ -37,6 +37,7 @@ from trainer.optim.clipping import clip_
 from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import OptimizerDriver
 from trainer.optim.weighting import scale_
+from trainer.tree import gathered, is_sharded
 
 _GRADIENT = attrgetter("grad")
 
@@ -85,6 +86,26 @@ class EngineOptions:
     mesh: Any = None
     run_backward: Callable[..., Any] = Tensor.backward
     checks_gradients: bool = False
+
+
+def gathered_on_first(named: Iterable[tuple[str, Any]], rank: int) -> dict[str, Any]:
+    """Return whole tensors on the host of rank 0, and {} elsewhere; collective.
+
+    Args:
+        named: Tensors, perhaps sharded, by their names; those of tied weights are one object.
+        rank: The rank of this process.
+    """
+    whole: dict[str, Any] = {}
+    tied: dict[int, Any] = {}
+    for name, value in named:
+        weight = tied.get(id(value), value)
+        if id(value) not in tied and (isinstance(value, Tensor) or is_sharded(value)):
+            weight = gathered(value)
+            copies = weight is value
+            tied[id(value)] = weight = weight.detach().to("cpu", copy=copies) if rank == 0 else None
+        if rank == 0:
+            whole[name] = weight
+    return whole
 
 
 class Gradients:
@@ -149,13 +170,22 @@ class Weights:
         """Return weights for use elsewhere, such as in 16 bits; see `full_state_dict`."""
         return self.full_state_dict(module)
 
-    def described(self, module: nn.Module) -> Mapping[str, Any]:
-        """Return tensors of the names and shapes that the whole weights have, to compare with."""
-        return module.state_dict(keep_vars=True)
+    # ARG002: an interface
+    def parts(self, module: nn.Module, *, to_fill: bool = False) -> Mapping[str, Any] | None:  # noqa: ARG002
+        """Return what this process holds of the weights in a checkpoint; nothing is communicated.
 
-    def load(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
-        """Copy weights that `full_state_dict` gave, on each process, into a module; collective."""
-        module.load_state_dict(weights)
+        Args:
+            module: The user's module.
+            to_fill: Whether they are to be filled, before `refresh`.
+
+        Returns:
+            Tensors, or `LocalShards`, by the names of the whole module's ``state_dict``; None if
+            its own has them.
+        """
+        return None
+
+    def refresh(self, module: nn.Module) -> None:
+        """Give the module the values that its `parts` were filled with; collective."""
 
     def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Release gathered parameters, before the state of a module is saved or loaded.
@@ -176,8 +206,7 @@ class Engine(Protocol):
         options: What it was made with.
         parallel: What this process has of the data and of the model.
         driver: The library that makes the updates and holds the optimizers' state, such as
-            DeepSpeed; None: torch's optimizers do. A library's state, and its weights, are gathered
-            on rank 0 for a checkpoint.
+            DeepSpeed; None: torch's optimizers do.
     """
 
     options: EngineOptions

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from itertools import chain
 from typing import Any
 
@@ -38,7 +38,7 @@ from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
 from trainer.optim.optimizer import twin_of
 from trainer.state import GradientState
-from trainer.tree import map_tree
+from trainer.tree import LocalShards, fill_, shards_of_range
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -385,6 +385,13 @@ class ZeroRedundancy(DrivesOptimizer):
         DeepSpeed updates copies, unless they would be alike. Nothing is communicated, and the
         device is not waited for.
         """
+        self._attach_weights()
+        for weight, master in self._copies():
+            _take(weight, master)
+
+    @torch.no_grad()
+    def _attach_weights(self) -> None:
+        """Put weights that were set by hand where DeepSpeed has those of the model."""
         if self.stage == 3:
             for parameter in self._offload.persistent_parameters:
                 if not _is_empty(parameter):
@@ -393,14 +400,34 @@ class ZeroRedundancy(DrivesOptimizer):
             if parameter.data_ptr() != view.data_ptr():  # its `data` is another tensor
                 view.copy_(parameter)
                 parameter.data = view
+
+    @torch.no_grad()
+    def _give_weights(self) -> None:
+        """Give the model the weights that were loaded into the copies; collective."""
+        for weight, master in self._copies():
+            weight.copy_(master)
+        if self.stage in (1, 2) and self._client is not None:
+            for of_ranks in self._zero.parallel_partitioned_bit16_groups:
+                dist.all_gather(list(of_ranks), of_ranks[self.options.rank])
+        if self._root is not None and self.stage == 3:
+            divided: list[Any] = [p for p in self._root.parameters() if hasattr(p, "ds_id")]
+            for parameter in divided:
+                parameter.partition()  # drops gathered values, which are those from before
+        self._gather_persistent()
+
+    def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the weights that DeepSpeed updates copies of, and these."""
+        if self._client is None:
+            return
         if self.stage:
             pairs = self._own_parts()
         else:
             masters = self._masters
-            pairs = ((p, masters[id(p)]) for g in self._groups for p in g["params"] if masters)
+            parameters = chain(*(group["params"] for group in self._groups))
+            pairs = ((p, masters[id(p)]) for p in parameters if id(p) in masters)
         for weight, master in pairs:
             if weight.data_ptr() != master.data_ptr():
-                _take(weight, master)
+                yield weight, master
 
     @property
     def _masters(self) -> dict[int, Tensor]:
@@ -410,16 +437,6 @@ class ZeroRedundancy(DrivesOptimizer):
         pairs = zip(chain(*self._zero.fp16_groups), chain(*self._zero.fp32_groups), strict=True)
         return {id(half): master for half, master in pairs}
 
-    def _set(self, parameter: Any, value: Tensor, *key: str) -> None:
-        """Set the float32 values of a parameter, or those of its state, to a whole tensor."""
-        utils = self._deepspeed.utils
-        wide = value.to(self.options.device, torch.float32)
-        # DeepSpeed's function for whole tensors fails in stage 3 where the parts are padded.
-        whole = self.stage < 3
-        extent, local = ("full", wide) if whole else ("local", self._part_of(parameter, wide))
-        kind = "optimizer_state" if key else "fp32_param"
-        getattr(utils, f"safe_set_{extent}_{kind}")(parameter, local, *key)
-
     def _part_of(self, parameter: Any, whole: Tensor) -> Tensor:
         """Return this process's part of a whole tensor, padded, as stage 3 divides a parameter."""
         size, flat = parameter.ds_tensor.numel(), whole.detach().flatten()
@@ -428,7 +445,8 @@ class ZeroRedundancy(DrivesOptimizer):
 
     def _gather_persistent(self) -> None:
         """Gather the small parameters that stage 3 leaves whole on each process; collective."""
-        if self.stage == 3 and (parameters := self._offload.persistent_parameters):
+        initialized = self.stage == 3 and self._engine is not None
+        if initialized and (parameters := self._offload.persistent_parameters):
             parameters[0].all_gather(parameters)
 
     def _open_to_state_dicts(self, module: nn.Module) -> None:
@@ -450,23 +468,60 @@ class ZeroRedundancy(DrivesOptimizer):
             part.register_state_dict_pre_hook(_refuse_empty)  # for good: they stay partitioned
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state on rank 0, as one process has it; collective."""
-        self._link_state()
+        """Return what this process holds of the state, numbered as one process numbers it."""
         state = Optimizer.state_dict(optimizer)
-        writes = self.options.rank == 0
-        state["state"] = {}
-        for number, parameter, flat in self._numbered(optimizer):
-            values = self._basic.state.get(flat, {})
-            whole = {key: self._whole(parameter, flat, key, value) for key, value in values.items()}
-            if whole and writes:
-                state["state"][number] = map_tree(_on_host, whole)
+        state["state"] = {
+            number: {
+                key: self._shards(parameter, value) if self._is_flat(value, flat) else value
+                for key, value in self._basic.state[flat].items()
+            }
+            for number, parameter, flat in self._numbered(optimizer)
+            if self._basic.state.get(flat)
+        }
         return state
 
-    def _whole(self, parameter: Any, flat: Tensor, key: str, value: Any) -> Any:
-        """Return the state of one parameter from that of a flat part; collective."""
-        if self.stage == 0 or not isinstance(value, Tensor) or value.shape != flat.shape:
-            return value
-        return self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+    def _is_flat(self, value: Any, flat: Tensor) -> bool:
+        """Return whether a state has a value for each one of the tensor that is updated."""
+        return self.stage > 0 and isinstance(value, Tensor) and value.shape == flat.shape
+
+    def _shards(self, parameter: Any, flat: Tensor, weights: Tensor | None = None) -> LocalShards:
+        """Return this process's part of a parameter, or of its state.
+
+        Args:
+            parameter: The parameter.
+            flat: The values of its group that this process updates, or a state of them.
+            weights: What the model has of those that are updated, if that is something else.
+        """
+        start, where = self._ranges[id(parameter)]
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        values = _current(flat.detach()[where], None if weights is None else weights[where])
+        shards = shards_of_range(shape, values, start)
+        return LocalShards(shape, flat.dtype, self.options.device, shards)
+
+    @cached_property
+    def _ranges(self) -> dict[int, tuple[int, slice]]:
+        """Where each trained parameter has values that this process updates, by its id.
+
+        They are the index of the first in the flattened parameter, and their place in its group.
+        """
+        found = {}
+        views = {id(parameter): view for parameter, view in self._views}
+        groups = self._zero.fp16_groups if self.stage == 3 else self._zero.bit16_groups
+        for group, (part, _) in zip(groups, self._own_parts(), strict=True):
+            for parameter in group:
+                held, first = views.get(id(parameter)), 0
+                if held is None:
+                    held, first = parameter.ds_tensor, self._first_of(parameter)
+                begin = (held.data_ptr() - part.data_ptr()) // part.element_size()
+                size = min(held.numel(), _numel(parameter) - first)
+                low, high = max(begin, 0), min(begin + size, part.numel())
+                found[id(parameter)] = first + low - begin, slice(low, max(low, high))
+        return found
+
+    def _first_of(self, parameter: Any) -> int:
+        """Return the index of this process's first value where stage 3 divides a parameter."""
+        size: int = parameter.ds_tensor.numel()
+        return size * self.options.rank
 
     def _numbered(self, optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
         """Yield the number of each trained parameter, it, and the tensor that DeepSpeed updates."""
@@ -489,39 +544,25 @@ class ZeroRedundancy(DrivesOptimizer):
             parts = zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
         return {id(parameter): flat for group, flat in parts for parameter in group}
 
+    @torch.no_grad()
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a state as one process has it, given on each process; collective."""
+        """Fill what this process holds of a state that is numbered as one process numbers it."""
         saved = state["state"]
         Optimizer.load_state_dict(optimizer, {**state, "state": {}})
-        if any(saved.values()):
-            self._make_state()
-            self._link_state()
-        else:
+        if not any(saved.values()):
             self._basic.state.clear()
+        elif not all(self._basic.state.get(flat) for flat in self._flats().values()):
+            self._make_state()
         for number, parameter, flat in self._numbered(optimizer):
             values = self._basic.state.get(flat, {})
             for key, value in saved.get(number, {}).items():
                 present = values.get(key)
-                if self.stage and isinstance(present, Tensor) and present.shape == flat.shape:
-                    self._set(parameter, value, key)
+                if self._is_flat(present, flat):
+                    fill_(self._shards(parameter, present), value)
                 elif isinstance(present, Tensor):
-                    present.copy_(value)
-                else:
+                    fill_(present, value)
+                elif not hasattr(value, "shape"):
                     values[key] = value
-
-    def _link_state(self) -> None:
-        """Let DeepSpeed find the state of each parameter in that of its group.
-
-        By itself it looks once, when the first group has been updated and the others have no state.
-        """
-        if self.stage in (1, 2):
-            link = self._deepspeed.utils.lazy_init_hp_params_optimizer_state
-            groups = zip(
-                self._zero.bit16_groups, self._zero.single_partition_of_fp32_groups, strict=True
-            )
-            for group, flat in groups:
-                if flat in self._basic.state:
-                    link(group, flat, self._basic.state)
 
     def _make_state(self) -> None:
         """Let the optimizer make its state, by an update of nothing with a rate of 0."""
@@ -713,87 +754,55 @@ class ZeroWeights(DrivenWeights):
 
     _engine: ZeroRedundancy
 
-    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return whole weights on the host of rank 0, and {} elsewhere; collective.
+    def parts(self, module: nn.Module, *, to_fill: bool = False) -> dict[str, Any]:
+        """Return what this process holds of the weights, of trained ones in float32.
 
-        They are the float32 ones that the optimizer updates, or those that were set in the model
-        by hand since the last update.
+        They are those from which the next update begins: also those that were set in the model by
+        hand since the last one.
         """
-        return self._weights_of(module, self._master)
+        engine = self._engine
+        if engine._engine is not None:
+            engine._take_weights() if to_fill else engine._attach_weights()
+        tensors = module.state_dict(keep_vars=True)
+        updated = {} if engine._client is None else engine._flats()
+        copied = {id(master): weights for weights, master in engine._copies()}
+        held = {}
+        for value in tensors.values():
+            master = updated.get(id(value))
+            held[id(value)] = self._held(value, master, copied.get(id(master)))
+        return {name: held[id(value)] for name, value in tensors.items()}
+
+    def _held(self, value: Any, master: Tensor | None, weights: Tensor | None) -> Any:
+        engine = self._engine
+        if master is not None and engine.stage:
+            return engine._shards(value, master, weights)
+        if master is not None:
+            return _current(master.detach(), weights)
+        if hasattr(value, "ds_id"):
+            first = engine._first_of(value)
+            part = value.ds_tensor[: max(_numel(value) - first, 0)]
+            shards = shards_of_range(value.ds_shape, part, first)
+            return LocalShards(value.ds_shape, value.dtype, engine.options.device, shards)
+        return value.detach() if isinstance(value, Tensor) else value
+
+    def refresh(self, module: nn.Module) -> None:  # noqa: ARG002 - there is one
+        """Give the model the weights that were loaded; collective."""
+        self._engine._give_weights()
 
     def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the weights for use elsewhere; see `full_state_dict`.
 
         They are in 16 bits if the plugin's `zero3_save_16bit_model` is True.
         """
-        half = self._engine.plugin.zero3_save_16bit_model
-        return self._weights_of(module, self._gathered if half else self._master)
-
-    def _weights_of(
-        self, module: nn.Module, value_of: Callable[[nn.Parameter], Tensor]
-    ) -> dict[str, Any]:
+        whole = self.full_state_dict(module)
+        if not self._engine.plugin.zero3_save_16bit_model:
+            return whole
         model = unwrapped(module)
-        whole: dict[str, Any] = {}
-        tied: dict[int, Any] = {}
-        for name, value in bare_names(model, model.state_dict(keep_vars=True).items()):
-            if id(value) not in tied:
-                weight = value_of(value) if isinstance(value, nn.Parameter) else value
-                if isinstance(weight, Tensor):
-                    weight = (
-                        weight.detach().to("cpu", copy=True)
-                        if self._engine.options.rank == 0
-                        else None
-                    )
-                tied[id(value)] = weight
-            if self._engine.options.rank == 0:
-                whole[name] = tied[id(value)]
-        return whole
-
-    def _gathered(self, parameter: Any) -> Tensor:
-        """Return the whole values of a parameter; collective."""
-        value: Tensor
-        if not hasattr(parameter, "ds_id") or (parameter.ds_persist and not _is_empty(parameter)):
-            value = parameter.detach()
-            return value
-        with self._engine._deepspeed.zero.GatheredParameters([parameter]):
-            value = parameter.detach().clone()
-        return value
-
-    def _master(self, parameter: nn.Parameter) -> Tensor:
-        """Return the float32 values from which the next update begins; collective."""
-        current = self._gathered(parameter)
-        if (
-            current.dtype == torch.float32
-            or self._engine._client is None
-            or id(parameter) not in self._engine._trains
-        ):
-            return current
-        if self._engine.stage:
-            master: Tensor = self._engine._deepspeed.utils.safe_get_full_fp32_param(parameter)
-        else:
-            master = self._engine._masters[id(parameter)].detach()
-        return torch.where(current == master.to(current.dtype), master, current)
-
-    def load(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
-        """Copy whole weights, given on each process, into a module; collective."""
-        model = unwrapped(module)
-        tensors = model.state_dict(keep_vars=True)
-        tensors |= dict(bare_names(model, tensors.items()))
-        with torch.no_grad():
-            for name, value in weights.items():
-                target = tensors[name]
-                if hasattr(target, "ds_id"):
-                    with self._engine._deepspeed.zero.GatheredParameters([target], modifier_rank=0):
-                        target.data.copy_(value)
-                else:
-                    target.data.copy_(value)
-                if self._engine._client is None or id(target) not in self._engine._trains:
-                    continue
-                if self._engine.stage:
-                    self._engine._set(target, value)
-                elif id(target) in self._engine._masters:
-                    self._engine._masters[id(target)].copy_(value)
-        self._engine._gather_persistent()
+        tensors = dict(bare_names(model, model.state_dict(keep_vars=True).items()))
+        return {
+            name: value.to(tensors[name].dtype) if isinstance(value, Tensor) else value
+            for name, value in whole.items()
+        }
 
 
 def _take_back_torch() -> Callable[..., Tensor] | None:
@@ -851,12 +860,23 @@ def _take(weight: Tensor, master: Tensor) -> None:
         torch.where(piece.to(new.dtype) == new, piece, new, out=piece)
 
 
+def _current(master: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the values from which an update begins: a copy if the weight was set by hand."""
+    if weight is None or torch.equal(master.to(weight.dtype), weight.detach().to(master.device)):
+        return master
+    current = master.clone()
+    _take(weight.detach(), current)
+    return current
+
+
 def _same_values(part: Tensor, master: Tensor) -> bool:
     return (part.dtype, part.device) == (master.dtype, master.device)
 
 
-def _on_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+def _numel(parameter: Any) -> int:
+    """Return the number of values of a whole parameter."""
+    count: int = getattr(parameter, "ds_numel", parameter.numel())
+    return count
 
 
 def _optimizer_arguments(optimizer: Optimizer | None) -> dict[str, Any]:

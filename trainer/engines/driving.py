@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from trainer.configuration.dummy_optimizers import is_deepspeed_schedule
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
-from trainer.engines.base import EngineOptions, Weights
+from trainer.engines.base import EngineOptions, Weights, gathered_on_first
 from trainer.engines.single import SingleDevice
 from trainer.enums import DistributedType
-from trainer.names import bare_names
+from trainer.names import bare_names, unwrapped
 from trainer.optim.lomo import is_lomo
 from trainer.optim.schedule_free import is_schedule_free
 
@@ -286,6 +286,16 @@ class DrivenWeights(Weights):
 
     def __init__(self, engine: DrivesOptimizer) -> None:
         self._engine = engine
+
+    def parts(self, module: nn.Module, *, to_fill: bool = False) -> dict[str, Any]:
+        """Return what this process holds of the weights that the library updates."""
+        raise NotImplementedError
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return whole weights on the host of rank 0, and {} elsewhere; collective."""
+        model = unwrapped(module)
+        named = bare_names(model, self.parts(model).items())
+        return gathered_on_first(named, self._engine.options.rank)
 
     def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Notice gradients that no update has used.

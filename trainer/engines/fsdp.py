@@ -45,7 +45,7 @@ from trainer.distributed.objects import all_gather_object
 from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import HostCopy, sum_numbers
-from trainer.engines.base import EngineOptions, Gradients, Weights
+from trainer.engines.base import EngineOptions, Gradients, Weights, gathered_on_first
 from trainer.engines.compile import is_compiled, torch_arguments
 from trainer.engines.context_parallel import checkpoint_options
 from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
@@ -59,7 +59,7 @@ from trainer.optim.weighting import scale_
 from trainer.rng import load_rng_state, rng_state
 from trainer.state import PartialState
 from trainer.torch_compat import fsdp_groups, reduce_unused_parameters
-from trainer.tree import fill_, gathered, part_here
+from trainer.tree import fill_, part_here
 
 logger = module_logger(__name__)
 
@@ -848,16 +848,8 @@ class ShardedWeights(Weights):
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole tensors on the host of rank 0, and {} elsewhere; collective."""
-        whole: dict[str, Any] = {}
-        tied: dict[int, Any] = {}
-        for name, value in bare_names(module, module.state_dict(keep_vars=True).items()):
-            weight = tied.get(id(value), value)
-            if isinstance(value, Tensor) and id(value) not in tied:
-                weight = gathered(value)
-                tied[id(value)] = weight = weight.detach().cpu() if self._rank == 0 else None
-            if self._rank == 0:
-                whole[name] = weight
-        return whole
+        named = bare_names(module, module.state_dict(keep_vars=True).items())
+        return gathered_on_first(named, self._rank)
 
     def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Put the shards in the place of gathered parameters.

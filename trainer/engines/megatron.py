@@ -47,7 +47,7 @@ from trainer.optim.state import keeps_on_host
 from trainer.optim.weighting import loss_of, scale_
 from trainer.precision import unwrap_forward
 from trainer.rng import isolated_rng, mix, register_generators, seed_local
-from trainer.tree import as_bytes, find_batch_size
+from trainer.tree import LocalShards, fill_, find_batch_size
 
 _TRACKER = "megatron_rng"
 _GRADIENT = attrgetter("main_grad")
@@ -190,7 +190,8 @@ class Megatron(DrivesOptimizer):
         self._replica: Any = None  # megatron-core's DDP around the model, in training
         self._twin: Any = None  # what is stepped; it has the state
         self._masters: dict[int, Tensor] = {}  # what the twin updates, by the parameter's id
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of whole weights, by their names
+        # The shapes and dtypes of whole weights, by their names.
+        self._described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._orders: list[list[str]] = []  # the names in each group of the optimizer
         self._micro: _MicroBatch | None = None  # the one whose step runs, inside a schedule
         self._input: Tensor | None = None  # of its model, from the stage before
@@ -299,7 +300,7 @@ class Megatron(DrivesOptimizer):
         if self.options.mixed_precision == "bf16":  # norms and positions are float32 at first
             self._model.to(torch.bfloat16)
         self._broadcast_weights()
-        self._describe(self._state())
+        self._describe()
         self._config = config = self._model.config
         changed = ("finalize_model_grads_func", "variable_seq_lengths")
         self._undo += [attribute_restorer(config, name) for name in changed]
@@ -404,6 +405,7 @@ class Megatron(DrivesOptimizer):
             list(dict.fromkeys(chain(*groups)))
             for groups in zip(*all_gather_object(order), strict=True)
         ]
+        self._describe()
         return optimizer
 
     # -- the steps ---------------------------------------------------------------------------------
@@ -820,19 +822,17 @@ class Megatron(DrivesOptimizer):
         """Return the first name of each tensor by its id."""
         return {id(tensor): name for name, tensor in reversed(self._state().items())}
 
-    def _describe(self, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-        """Learn the shapes of whole weights; return the dtypes in a checkpoint; collective."""
+    def _describe(self) -> None:
+        """Learn the shapes and dtypes of whole weights in a checkpoint; collective."""
         described = {
             name: (self._whole_shape(tensor), self._masters.get(id(tensor), tensor).dtype)
-            for name, tensor in state.items()
+            for name, tensor in self._state().items()
         }
-        of_all_stages = {
+        self._described = {
             name: described_tensor
             for of_rank in all_gather_object(described)
             for name, described_tensor in of_rank.items()
         }
-        self._shapes = {name: shape for name, (shape, _) in of_all_stages.items()}
-        return {name: dtype for name, (_, dtype) in of_all_stages.items()}
 
     def _whole_shape(self, tensor: Any) -> tuple[int, ...]:
         shape = list(tensor.shape)
@@ -840,47 +840,33 @@ class Megatron(DrivesOptimizer):
             shape[tensor.partition_dim] *= self._states.get_tensor_model_parallel_world_size()
         return tuple(shape)
 
-    def _chunks(self, like: Any, part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of a part and of the same values in the whole tensor.
+    def _shards(
+        self, like: Any, part: Tensor | None, shape: Sequence[int], dtype: torch.dtype
+    ) -> LocalShards:
+        """Return this process's part of a whole tensor.
 
         Args:
             like: The weight that is divided in the same way.
-            part: What this process has.
-            whole: What all processes of the layer have.
+            part: The values; None on processes that have none.
+            shape: The shape of the whole tensor.
+            dtype: Its dtype.
         """
-        if not _is_divided(like):
-            yield part, whole
-            return
-        processes = self._states.get_tensor_model_parallel_world_size()
-        pieces, dim = like.partition_stride, like.partition_dim
-        of_whole = whole.chunk(processes * pieces, dim)[self._tp_rank :: processes]
-        yield from zip(part.chunk(pieces, dim), of_whole, strict=True)
-
-    @torch.no_grad()
-    def _gathered(self, name: str, like: Any, part: Tensor | None, dtype: torch.dtype) -> Any:
-        """Return a whole tensor on the host of rank 0, and None elsewhere; collective.
-
-        Args:
-            name: The name of the weight of the same shape.
-            like: That weight; None on processes without it.
-            part: What this process has.
-            dtype: The dtype on all processes.
-        """
-        whole = torch.zeros(self._shapes[name], dtype=dtype, device=self.options.device)
-        writes = part is not None and self.parallel.dp_rank == 0 and not _is_copy(like)
-        if writes and (_is_divided(like) or self._tp_rank == 0):
-            assert part is not None
-            for values, target in self._chunks(like, part, whole):
-                target.copy_(values)
-        dist.reduce(as_bytes(whole), dst=0)  # the bits: exact for any dtype
-        return whole.cpu() if self.options.rank == 0 else None
-
-    def _shard_of(self, like: Tensor, whole: Tensor) -> Tensor:
-        """Return this process's part of a whole tensor, on the device."""
-        part = torch.empty(like.shape, dtype=whole.dtype, device=self.options.device)
-        for target, values in self._chunks(like, part, whole):
-            target.copy_(values)
-        return part
+        device, shards = self.options.device, []
+        if part is None:
+            return LocalShards(shape, dtype, device)
+        values, offsets = part.detach(), [0] * part.ndim
+        if _is_divided(like):
+            processes = self._states.get_tensor_model_parallel_world_size()
+            pieces, dim = like.partition_stride, like.partition_dim
+            for number, piece in enumerate(values.chunk(pieces, dim)):
+                here = list(offsets)
+                here[dim] = (number * processes + self._tp_rank) * piece.shape[dim]
+                shards.append((here, piece))
+        else:
+            shards.append((offsets, values))
+        first = self._tp_rank == 0 or _is_divided(like)
+        saved = first and self.parallel.dp_rank == 0 and not _is_copy(like)
+        return LocalShards(shape, dtype, device, shards, saved=saved)
 
     def _named_masters(self) -> Iterator[tuple[str, Any, Tensor]]:
         """Yield the name of each trained parameter, it, and the tensor that is updated."""
@@ -891,7 +877,7 @@ class Megatron(DrivesOptimizer):
                 yield names[id(parameter)], parameter, self._masters[id(parameter)]
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state on rank 0, as one process has it; collective."""
+        """Return what this process holds of the state, as one process numbers it; collective."""
         state = Optimizer.state_dict(optimizer)
         state["state"] = {}
         numbers = self._numbers()
@@ -908,14 +894,16 @@ class Megatron(DrivesOptimizer):
         for of_rank in all_gather_object(notes):
             of_all = {**of_rank, **of_all}
         for name, number in numbers.items():
-            whole = {}
-            for key, note in of_all.get(name, {}).items():
-                whole[key] = note
-                if isinstance(note, torch.dtype):  # of a tensor that is divided as the weight is
-                    like, values = of_process.get(name, (None, {}))
-                    whole[key] = self._gathered(name, like, values.get(key), note)
-            if whole and self.options.rank == 0:
-                state["state"][number] = whole
+            like, values = of_process.get(name, (None, {}))
+            shape, _ = self._described[name]
+            held = {
+                key: self._shards(like, values.get(key), shape, note)
+                if isinstance(note, torch.dtype)  # of a tensor that is divided as the weight is
+                else note
+                for key, note in of_all.get(name, {}).items()
+            }
+            if held:
+                state["state"][number] = held
         return state
 
     def _numbers(self) -> dict[str, int]:
@@ -923,7 +911,7 @@ class Megatron(DrivesOptimizer):
         return {name: number for number, name in enumerate(chain(*self._orders))}
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a state as one process has it, given on each process."""
+        """Take this process's parts of a state that is numbered as one process numbers it."""
         Optimizer.load_state_dict(
             optimizer,
             {
@@ -944,15 +932,19 @@ class Megatron(DrivesOptimizer):
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for name, parameter, master in self._named_masters():
             loaded = {}
+            shape, _ = self._described[name]
             for key, value in state["state"].get(numbers[name], {}).items():
                 loaded[key] = value
-                if not isinstance(value, Tensor):
+                if not hasattr(value, "shape"):
                     continue
-                if value.ndim and value.shape == self._shapes[name]:
-                    loaded[key] = self._shard_of(parameter, value)
+                on_host = keeps_on_host(key, groups[id(parameter)])
+                device = torch.device("cpu") if on_host else master.device
+                if value.shape and tuple(value.shape) == shape:
+                    loaded[key] = torch.empty(parameter.shape, dtype=value.dtype, device=device)
+                    fill_(self._shards(parameter, loaded[key], shape, value.dtype), value)
                 else:
-                    on_host = keeps_on_host(key, groups[id(parameter)])
-                    loaded[key] = value.to(value.device if on_host else master.device, copy=True)
+                    loaded[key] = torch.empty(value.shape, dtype=value.dtype, device=device)
+                    fill_(loaded[key], value)
             if loaded:
                 self._twin.state[master] = loaded
 
@@ -1066,41 +1058,29 @@ class MegatronWeights(DrivenWeights):
 
     _engine: Megatron
 
-    def described(self, module: nn.Module) -> Mapping[str, Any]:  # noqa: ARG002 - there is one
-        """Return tensors without values of the names and shapes of the whole weights."""
-        return {
-            name: torch.empty(shape, device="meta") for name, shape in self._engine._shapes.items()
-        }
+    # ARG002: there is one
+    def parts(self, module: nn.Module, *, to_fill: bool = False) -> dict[str, Any]:  # noqa: ARG002
+        """Return what this process holds of the weights, by the names of all of them.
 
-    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - there is one
-        """Return whole weights on the host of rank 0, and {} elsewhere; collective.
-
-        They are the float32 ones that the optimizer updates.
+        Of trained ones it is the float32 copies that the optimizer updates.
         """
-        state = self._engine._state()
-        dtypes = self._engine._describe(state)
-        inside = set(map(id, self._engine._model.state_dict(keep_vars=True).values()))
-        saved = {
-            name: self._engine._masters.get(id(tensor), tensor)
-            for name, tensor in state.items()
-            if id(tensor) in inside
-            or self._engine._is_last  # all stages have it, the last one uses it
-        }
-        whole = {
-            name: self._engine._gathered(name, state.get(name), saved.get(name), dtype)
-            for name, dtype in dtypes.items()
-        }
-        return whole if self._engine.options.rank == 0 else {}
+        engine = self._engine
+        parts, state = {}, engine._state()
+        inside = set(map(id, engine._model.state_dict(keep_vars=True).values()))
+        for name, (shape, dtype) in engine._described.items():
+            tensor = state.get(name)
+            held = None if tensor is None else engine._masters.get(id(tensor), tensor)
+            parts[name] = engine._shards(tensor, held, shape, dtype)
+            if id(tensor) not in inside and not engine._is_last:
+                parts[name].saved = False  # all stages have it, the last one uses it
+        return parts
 
     @torch.no_grad()
-    def load(self, module: nn.Module, weights: Mapping[str, Any]) -> None:  # noqa: ARG002 - there is one
-        """Copy this process's parts of whole weights into the model."""
-        for name, tensor in self._engine._state().items():
-            if name in weights:
-                part = self._engine._shard_of(tensor, weights[name])
-                tensor.copy_(part)
-                if id(tensor) in self._engine._masters:
-                    self._engine._masters[id(tensor)].copy_(part)
+    def refresh(self, module: nn.Module) -> None:  # noqa: ARG002 - there is one
+        """Give the model the weights that were loaded into the copies."""
+        for tensor in self._engine._state().values():
+            if id(tensor) in self._engine._masters:
+                tensor.copy_(self._engine._masters[id(tensor)])
 
 
 def _without_metrics(loss: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -319,19 +319,16 @@ def _parts_to_save(
         CheckpointError: The state of some rank cannot be saved; raised on all ranks.
     """
     extra, edited = _state_from_hooks(run, request.target, weights_only)
-    gathered = None
-    if run.engine.driver is not None:  # collective
-        if not weights_only:
-            run.optim.states.gather()
-        gathered = run.engine.weights.full_state_dict(run.module)
-    state, mesh = PartialState(), run.engine.parallel.mesh
+    if run.engine.driver is not None and not weights_only:
+        run.optim.states.collect()
+    state, parallel = PartialState(), run.engine.parallel
     is_writer = is_writer_rank(state, request.on_each_node)
-    shards = None if mesh is None else Shards(run.rank, mesh)
+    shards = Shards(run.rank, parallel.mesh) if parallel.divides_state else None
     of_all_ranks: list[StatePart] = []
     of_this_rank: list[Encoded] = []
 
     def encode() -> Encoded | None:
-        exported, trained = edited or _weights_of(run, gathered)
+        exported, trained = edited or _weights_of(run)
         if is_writer or shards is not None:
             weights, trees = {WEIGHTS_NAME: exported}, {TRAINER: {"extra": extra}} if extra else {}
             if not weights_only:
@@ -393,7 +390,7 @@ def _state_from_hooks(
         extra, edited = run.module._call_on_save_checkpoint(
             {"epoch": run.counters.epoch, "global_step": run.counters.global_step},
             call_hooks,
-            None if run.engine.driver is not None else partial(_weights_of, run, None),
+            partial(_weights_of, run),
             weights_only=weights_only,
         )
         return [] if edited is None else sorted(edited[0])
@@ -404,7 +401,7 @@ def _state_from_hooks(
         group = run.saving.writer.group
         names = run_on_all_ranks(f"Saving {target}", ask, PartialState(), group)
         # Of whole weights only the writer's count; rank_zero_only may stand above a hook.
-        if run.engine.parallel.mesh is not None and any(each != names[0] for each in names):
+        if run.engine.parallel.divides_state and any(each != names[0] for each in names):
             raise CheckpointError(
                 f"Saving {target} failed: on_save_checkpoint left other names in "
                 'checkpoint["state_dict"] on some processes. Make the same changes on all.'
@@ -467,7 +464,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         for name, value in weights.items():
             check_weight(name, value)
         tensors = [*weights.values()]
-        if run.engine.driver is None:  # which is collective
+        if run.engine.driver is None:  # which may be collective
             tensors += leaves([optimizer.state_dict() for optimizer in run.optim.optimizers])
         now = _bytes_of(tensors)
         later = now + 2 * _bytes_of(p for p in run.optim.parameters.all if p.requires_grad)
@@ -519,7 +516,7 @@ def save_weights_alone(run: FitRun, target: Path) -> Path:
     return commit(staging, target, _manifest_of(run) | {"weights_only": True})
 
 
-def _weights_of(run: FitRun, gathered: Mapping[str, Any] | None) -> Weights:
+def _weights_of(run: FitRun) -> Weights:
     """Return the weights of the model's file and, if they differ, the trained weights.
 
     A callback such as weight averaging, or a schedule-free optimizer, may give the weights for use
@@ -538,7 +535,8 @@ def _weights_of(run: FitRun, gathered: Mapping[str, Any] | None) -> Weights:
             f"{' and '.join(key for key, _ in from_callbacks)} both return weights_to_save; "
             "a checkpoint can hold those of only one. Leave out the others."
         )
-    current = run.module.state_dict() if gathered is None else gathered
+    parts = run.engine.weights.parts(run.module)
+    current = run.module.state_dict() if parts is None else parts
     exported, trained = from_callbacks[0][1] if from_callbacks else (current, None)
     if not from_callbacks and (free := schedule_free(run.optim.optimizers)):
         trained = dict(current)
@@ -631,7 +629,7 @@ def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
         )
     state, record = reader.tree(TRAINER), reader.tree(RECORD)
     # Each process needs a share of what whole files hold.
-    later = run.engine.parallel.mesh is not None
+    later = run.engine.parallel.divides_state
     state[OPTIMIZER] = reader.tree(OPTIMIZER, later=later)
     ranks = [reader.tree(rank_stem(rank)) for rank in range(reader.manifest["world_size"])]
     of_ranks = RankStates(
@@ -653,15 +651,16 @@ def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
             "trained, but the optimizers have the old ones: create them in __init__ or "
             "configure_model. Buffers and frozen parameters may be replaced."
         )
-    load = partial(_load, run.engine, run.module, strict=run.module._resumes_strictly)
-    load(weights, path / WEIGHTS_NAME)
+    strict = run.module._resumes_strictly
+    load = partial(load_into, run.module, strict=strict, held=run.engine.weights)
+    load(weights, where=path / WEIGHTS_NAME)
     if differs := reader.has_weights(TRAINED_NAME):
         weights = apply_edits(weights, saved, reader.weights(TRAINED_NAME, later=later))
     dtypes = dtypes_of(run.module, own_names(run.module, weights))
     before_hooks = parts_before_hooks(run, dtypes)
     restore(before_hooks, state, path, optional=_ADDED_LATER)
     if differs:
-        load(weights, path / TRAINED_NAME)
+        load(weights, where=path / TRAINED_NAME)
     for callback in run.hooks.callbacks:
         callback.on_load_checkpoint(run.context.trainer, run.module, checkpoint)
     restore(parts_of_rank(run), of_ranks, path, optional=["gradients"])
@@ -671,22 +670,6 @@ def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
     run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
     offset: int | None = record["offset"]
     return offset
-
-
-def _load(
-    engine: Engine,
-    module: TrainModule,
-    weights: Mapping[str, Any],
-    where: Path,
-    *,
-    strict: bool = True,
-) -> None:
-    """Load weights into a module, through its engine if only that can."""
-    if engine.driver is None:
-        load_into(module, weights, where=where, strict=strict)
-        return
-    here = engine.weights.described(module)
-    load_into(module, weights, where=where, strict=strict, load=engine.weights.load, here=here)
 
 
 def _open(path: Path) -> Reader:
@@ -722,8 +705,6 @@ def load_weights(module: TrainModule, path: Path, engine: Engine | None = None) 
     weights, file = reader.weights(WEIGHTS_NAME), reader.path / WEIGHTS_NAME
     if f"{TRAINER}.json" in reader.files:  # missing in a weights-only checkpoint
         _, weights = module._call_on_load_checkpoint(reader.tree(TRAINER)["extra"], weights)
-    if engine is None:
-        load_into(module, weights, where=file, strict=module.strict_loading)
-    else:
-        _load(engine, module, weights, file, strict=module.strict_loading)
+    held = None if engine is None else engine.weights
+    load_into(module, weights, where=file, strict=module.strict_loading, held=held)
     return dict(reader.manifest)

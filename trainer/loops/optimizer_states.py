@@ -44,18 +44,18 @@ class OptimizerStates:
         self._optimizers, self.names, self._schedulers = optimizers, names, schedulers
         self._module, self._warns = module, warns
         self._fingerprint = fingerprint
-        self._gathered: list[Any] | None = None
+        self._collected: list[Any] | None = None
 
-    def gather(self) -> None:
-        """Take the optimizers' states now, where an engine gathers them; collective."""
-        self._gathered = self._states()
+    def collect(self) -> None:
+        """Take the optimizers' states now, where that may be collective."""
+        self._collected = self._states()
 
     def _states(self) -> list[Any]:
         return [PlacedState(each, [self._module]).state_dict() for each in self._optimizers]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states; those of the optimizers under ``"optimizer"``."""
-        states, self._gathered = self._gathered, None
+        states, self._collected = self._collected, None
         return {
             "options": self._fingerprint,
             "optimizers": self.names,

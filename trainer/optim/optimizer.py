@@ -44,10 +44,13 @@ class OptimizerDriver(Protocol):
         """Drop the gradients."""
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state on rank 0, and no tensors on the others; collective."""
+        """Return this process's part of the state, numbered as one process numbers it.
+
+        Tensors of which it has parts are `LocalShards`. The call may be collective.
+        """
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load such a state, given on each process; collective."""
+        """Take this process's part of such a state, whose tensors may be whole or in files."""
 
 
 class LossOfUpdate:
@@ -115,7 +118,7 @@ class AcceleratedOptimizer(Optimizer):
         self._precision = precision
         precision.watch(optimizer)
         self._reduce = reduce
-        self._driver = driver
+        self.driver = driver
         self._reduced = False
         self._gradient_state = GradientState()
         self._skipped: bool | Tensor = False
@@ -195,14 +198,14 @@ class AcceleratedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict."""
-        if self._driver is not None:
-            return self._driver.optimizer_state_dict(self.optimizer)
+        if self.driver is not None:
+            return self.driver.optimizer_state_dict(self.optimizer)
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state dict."""
-        if self._driver is not None:
-            self._driver.load_optimizer_state_dict(self.optimizer, state_dict)
+        if self.driver is not None:
+            self.driver.load_optimizer_state_dict(self.optimizer, state_dict)
             return
         self.optimizer.load_state_dict(state_dict)
 
@@ -216,8 +219,8 @@ class AcceleratedOptimizer(Optimizer):
         if not self._gradient_state.sync_gradients:
             return
         self._reduced = False
-        if self._driver is not None:
-            self._driver.optimizer_zero_grad(self.optimizer)
+        if self.driver is not None:
+            self.driver.optimizer_zero_grad(self.optimizer)
             return
         zero = getattr(self.optimizer.zero_grad, "__func__", None)
         if zero is Optimizer.zero_grad and set_to_none is not False:
@@ -269,8 +272,8 @@ class AcceleratedOptimizer(Optimizer):
         returned: Any = None
         if isinstance(closure, LossOfUpdate):  # the gradients are there already
             returned, closure = closure(), None
-        if self._driver is not None:
-            self._drive(self._driver, closure)
+        if self.driver is not None:
+            self._drive(self.driver, closure)
             self._note_call()
         elif self._updates_in_backward:
             self._note_call()

@@ -97,9 +97,8 @@ class LightningModule(HyperparametersMixin, TrainModule):
 
     What `on_save_checkpoint` and `on_load_checkpoint` change of ``checkpoint["state_dict"]``, under
     the module's own names, counts for the weights that are saved and loaded. `strict_loading`
-    counts where a run resumes, too. Engines that gather the weights to save (DeepSpeed, Megatron)
-    have no ``"state_dict"`` there when they save. With FSDP it has the shards; while loading,
-    ``torch.clone(value)`` reads a whole weight.
+    counts where a run resumes, too. With FSDP, DeepSpeed and Megatron it has the shards; while
+    loading, ``torch.clone(value)`` reads a whole weight.
 
     Attributes:
         example_input_array: An example of what ``forward`` takes, for `to_onnx` and
@@ -138,14 +137,11 @@ class LightningModule(HyperparametersMixin, TrainModule):
         self,
         checkpoint: dict[str, Any],
         hooks: Callable[[dict[str, Any]], None],
-        weights: Callable[[], Weights] | None,
+        weights: Callable[[], Weights],
         *,
         weights_only: bool,
     ) -> tuple[dict[str, Any], Weights | None]:
         checkpoint = _Checkpoint(checkpoint)
-        if weights is None:
-            hooks(checkpoint)
-            return dict(checkpoint), None
         before, trained = weights()
         checkpoint["state_dict"] = dict(before)
         hooks(checkpoint)

@@ -268,6 +268,17 @@ class LocalShards:
         """Return the number of values of the whole tensor."""
         return self.shape.numel()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, as by ``torch.save``: a part without the others is of no use.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "This is only what one process holds of a tensor: call its full_tensor() on all "
+            "processes before it is pickled, or save with save_state, which writes all parts."
+        )
+
     def full_tensor(self) -> Tensor:
         """Return the whole tensor on all processes; collective."""
         whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)

@@ -415,6 +415,7 @@ WAITS = {
     "save": {
         "checkpoint/save.py: run_on_all_ranks": "all processes know of an error of any",
         "checkpoint/serialization.py: write_tensors": "the weights are written",
+        "checkpoint/serialization.py: stream_tensors": "the weights are written",
         "engines/ddp.py: broadcast_buffers": RANKS,
         "engines/fsdp.py: _check_units": UNREAD,
         "engines/fsdp.py: broadcast_buffers": RANKS,

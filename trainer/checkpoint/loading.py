@@ -29,6 +29,7 @@ from trainer.checkpoint.weights import (
     own_names,
     tied_names,
 )
+from trainer.distributed.process_control import on_all
 from trainer.engines.base import Weights
 from trainer.errors import CheckpointError, module_logger, printable
 from trainer.files import read_json
@@ -361,10 +362,18 @@ def load_parts(module: torch.nn.Module, weights: Mapping[str, Any], held: Weight
     if parts is None:
         return False
     extra = {n: materialize(w) for n, w in weights.items() if n.endswith(EXTRA_STATE)}
-    for name in weights.keys() & parts.keys() - extra.keys():
-        fill_(parts[name], weights[name])
+    to_fill = [(parts[n], weights[n]) for n in weights.keys() & parts.keys() - extra.keys()]
+
+    def fill() -> None:
+        for part, value in to_fill:
+            fill_(part, value)
+
+    # Each process reads other bytes, which may fail on one alone: the others must not go on.
+    on_all(fill, "loading the weights")
     held.refresh(module)
-    module.load_state_dict({n: extra_state(tensor) for n, tensor in extra.items()}, strict=False)
+    if extra:
+        states = {name: extra_state(tensor) for name, tensor in extra.items()}
+        module.load_state_dict(states, strict=False)
     return True
 
 

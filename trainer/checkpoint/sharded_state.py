@@ -405,10 +405,11 @@ def state_like(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         optimizer: The optimizer.
         saved: Its state dict, as read: tensors may be `ShardedTensor` objects.
     """
-    if getattr(optimizer, "driver", None) is not None:
-        return saved  # the engine takes its parts
     if not {"state", "param_groups"} <= saved.keys():
         return resharded(saved, None)  # type: ignore[no-any-return]  # a mapping like `saved`
+    saved = {**saved, "param_groups": resharded(saved["param_groups"], None)}
+    if getattr(optimizer, "driver", None) is not None:
+        return saved  # the engine takes its parts
     numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
     here = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     state = dict(saved["state"])

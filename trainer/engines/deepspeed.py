@@ -559,10 +559,14 @@ class ZeroRedundancy(DrivesOptimizer):
                 present = values.get(key)
                 if self._is_flat(present, flat):
                     fill_(self._shards(parameter, present), value)
-                elif isinstance(present, Tensor):
+                elif isinstance(present, Tensor) and hasattr(value, "shape"):
                     fill_(present, value)
-                elif not hasattr(value, "shape"):
-                    values[key] = value
+                elif isinstance(present, Tensor):
+                    present.fill_(value)
+                else:  # some optimizers count steps in a number, others in a tensor
+                    whole = torch.clone(value) if hasattr(value, "shape") else value
+                    number = isinstance(present, (int, float)) and isinstance(whole, Tensor)
+                    values[key] = type(present)(whole.item()) if number else whole
 
     def _make_state(self) -> None:
         """Let the optimizer make its state, by an update of nothing with a rate of 0."""
@@ -765,7 +769,9 @@ class ZeroWeights(DrivenWeights):
             engine._take_weights() if to_fill else engine._attach_weights()
         tensors = module.state_dict(keep_vars=True)
         updated = {} if engine._client is None else engine._flats()
-        copied = {id(master): weights for weights, master in engine._copies()}
+        # To be filled are the masters themselves, whatever the model has.
+        copies = () if to_fill else engine._copies()
+        copied = {id(master): weights for weights, master in copies}
         held = {}
         for value in tensors.values():
             master = updated.get(id(value))

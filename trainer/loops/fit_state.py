@@ -350,10 +350,11 @@ def _parts_to_save(
     if shards is not None:
         of_ranks.append(shards_part(shards))
     parts = [*of_all_ranks, *of_ranks]
-    needs = sum(part.size for part in parts)
-    if not request.on_each_node:  # each other rank writes about as many bytes to the same disk
-        needs += (run.world_size - 1) * sum(part.size for part in of_ranks)
-    return parts, needs
+    needs = here = sum(part.size for part in of_ranks)
+    if not request.on_each_node:  # all write to the same disk
+        group = run.saving.writer.group
+        needs = sum(run_on_all_ranks(f"Saving {request.target}", lambda: here, state, group))
+    return parts, needs + sum(part.size for part in of_all_ranks)
 
 
 def _settle(run: FitRun) -> None:

@@ -27,7 +27,7 @@ from trainer.configuration import FullyShardedDataParallelPlugin
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.process_control import on_main
 from trainer.names import bare_names
-from trainer.tree import fill_, gathered, map_tree
+from trainer.tree import fill_, gathered, is_sharded, map_tree
 from trainer.utils.modules import is_peft_model
 
 
@@ -274,4 +274,5 @@ def _optimizer_file(folder: str | os.PathLike[str], index: int) -> Path:
 
 
 def _on_host(leaf: Any) -> Any:
-    return gathered(leaf).detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+    sharded = isinstance(leaf, torch.Tensor) or is_sharded(leaf)
+    return gathered(leaf).detach().cpu() if sharded else leaf

@@ -427,6 +427,22 @@ def test_every_tensor_is_the_same_on_any_engine(ranks, precision, tmp_path):
     torch.testing.assert_close(on("zero3", back), further, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2"])
+def test_a_state_takes_the_place_of_weights_that_are_not_finite(ranks2, layout, tmp_path):
+    def recovered() -> Any:
+        loop = Loop(layout, "bf16").train(0)
+        loop.accelerator.save_state(tmp_path)
+        expected = loop.state()
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter.flatten()[0] = torch.nan
+        loop.accelerator.load_state(tmp_path)
+        return expected, loop.state()
+
+    expected, found = ranks2(recovered)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "bf16"), (1, "no"), (2, "bf16"), (3, "no"), (3, "bf16")]
 )

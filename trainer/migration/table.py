@@ -541,8 +541,7 @@ LIGHTNING_CALLS = dict.fromkeys(("log", "log_dict", "save_checkpoint", "all_gath
 
 CHECKPOINT_ENTRIES = {
     "state_dict": "leave weights out in state_dict() of the module, and take what is missing in "
-    "load_state_dict(); a LightningModule of trainer.lightning has it here, except in saves with "
-    "DeepSpeed or Megatron",
+    "load_state_dict(); a LightningModule of trainer.lightning has it here",
     "callbacks": "a callback gives its state in state_dict() and takes it in load_state_dict()",
     "hyper_parameters": "use self.hparams",
     "loops": 'use "epoch" and "global_step"',

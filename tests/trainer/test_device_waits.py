@@ -435,7 +435,7 @@ WAITS = {
     },
 }
 WAITS["save in the background"] = {
-    place: reason for place, reason in WAITS["save"].items() if "write_tensors" not in place
+    place: reason for place, reason in WAITS["save"].items() if reason != "the weights are written"
 }
 
 

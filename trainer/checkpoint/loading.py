@@ -305,7 +305,7 @@ def load_into(
     where: str | os.PathLike[str],
     strict: bool = True,
     here: Mapping[str, Any] | None = None,
-    held: Weights | None = None,
+    engine_weights: Weights | None = None,
 ) -> None:
     """Load weights into a module, whether its submodules are compiled or not.
 
@@ -316,7 +316,7 @@ def load_into(
         strict: All names and shapes must match. False loads the weights that match and logs a
             warning that lists the others.
         here: See `compare`.
-        held: What the module's engine tells of its weights, if there is one.
+        engine_weights: What the module's engine tells of its weights, if there is one.
 
     Raises:
         CheckpointError: Names or shapes do not match. The message lists the missing and unexpected
@@ -325,7 +325,7 @@ def load_into(
     """
     own_memory(module)
     weights = own_names(module, weights)
-    parts = None if held is None else held.parts(module)
+    parts = None if engine_weights is None else engine_weights.parts(module)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     mismatch = compare(module, shapes, here if parts is None else parts)
     if (translates := _translates(module)) and parts is None:
@@ -338,8 +338,10 @@ def load_into(
             "load_from_checkpoint(…, strict=False), or strict_loading = False in the module, which "
             "counts where fit resumes a run only for a LightningModule."
         )
-    if held is not None and parts is not None:
-        load_parts(module, _without(weights, (*mismatch.misshaped, *mismatch.unexpected)), held)
+    if engine_weights is not None and parts is not None:
+        load_parts(
+            module, _without(weights, (*mismatch.misshaped, *mismatch.unexpected)), engine_weights
+        )
     elif not translates:
         _load(module, _without(weights, mismatch.misshaped), where)
     if mismatch:
@@ -352,13 +354,15 @@ def load_into(
 
 
 @torch.no_grad()
-def load_parts(module: torch.nn.Module, weights: Mapping[str, Any], held: Weights) -> bool:
+def load_parts(
+    module: torch.nn.Module, weights: Mapping[str, Any], engine_weights: Weights
+) -> bool:
     """Copy weights into what a process holds of them, see `Weights.parts`; collective.
 
     Returns:
         False, and nothing is done, if the module's ``load_state_dict`` has to do it.
     """
-    parts = held.parts(module, to_fill=True)
+    parts = engine_weights.parts(module, to_fill=True)
     if parts is None:
         return False
     extra = {n: materialize(w) for n, w in weights.items() if n.endswith(EXTRA_STATE)}
@@ -370,7 +374,7 @@ def load_parts(module: torch.nn.Module, weights: Mapping[str, Any], held: Weight
 
     # Each process reads other bytes, which may fail on one alone: the others must not go on.
     on_all(fill, "loading the weights")
-    held.refresh(module)
+    engine_weights.refresh(module)
     if extra:
         states = {name: extra_state(tensor) for name, tensor in extra.items()}
         module.load_state_dict(states, strict=False)

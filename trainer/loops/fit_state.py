@@ -653,7 +653,7 @@ def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
             "configure_model. Buffers and frozen parameters may be replaced."
         )
     strict = run.module._resumes_strictly
-    load = partial(load_into, run.module, strict=strict, held=run.engine.weights)
+    load = partial(load_into, run.module, strict=strict, engine_weights=run.engine.weights)
     load(weights, where=path / WEIGHTS_NAME)
     if differs := reader.has_weights(TRAINED_NAME):
         weights = apply_edits(weights, saved, reader.weights(TRAINED_NAME, later=later))
@@ -706,6 +706,8 @@ def load_weights(module: TrainModule, path: Path, engine: Engine | None = None) 
     weights, file = reader.weights(WEIGHTS_NAME), reader.path / WEIGHTS_NAME
     if f"{TRAINER}.json" in reader.files:  # missing in a weights-only checkpoint
         _, weights = module._call_on_load_checkpoint(reader.tree(TRAINER)["extra"], weights)
-    held = None if engine is None else engine.weights
-    load_into(module, weights, where=file, strict=module.strict_loading, held=held)
+    engine_weights = None if engine is None else engine.weights
+    load_into(
+        module, weights, where=file, strict=module.strict_loading, engine_weights=engine_weights
+    )
     return dict(reader.manifest)

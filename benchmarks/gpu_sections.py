@@ -1236,5 +1236,5 @@ SECTIONS = {  # by value: what the budget does not suffice for stands at the end
     "memory": Section(measure=memory, seconds=50),
     "saving": Section(measure=saving, seconds=100),
     "others": Section(measure=others, seconds=75),
-    "fp8": Section(measure=fp8, seconds=90),
+    "fp8": Section(measure=fp8, seconds=150),
 }

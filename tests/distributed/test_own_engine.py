@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback
 from trainer import Accelerator, Trainer, TrainModule
-from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.distributed.step_sync import StepSync
 from trainer.engines.base import EngineOptions
 from trainer.engines.single import SingleDevice
 
@@ -46,11 +47,6 @@ class AveragesWeights(SingleDevice):
             for parameter in optimizer.param_groups[0]["params"]:
                 dist.all_reduce(parameter.data)
                 parameter.data /= self.parallel.dp_size
-
-    def sync_stats(self, stats: StepStats) -> Any:
-        total = self.step_sync.sync_vector(stats)
-        dist.all_reduce(total)
-        return self.step_sync.count(total)
 
     def state_dict(self) -> dict[str, Any]:
         self.states_taken += 1  # which may be collective
@@ -142,3 +138,9 @@ def test_the_accelerator_trains_saves_and_resumes_with_it(ranks2, tmp_path):
 
     assert ranks2(train, 0, 2) == [reference(2)] * 2
     assert ranks2(train, 2, 6) == [reference(6)] * 2
+
+
+@pytest.mark.parametrize("kind", [Trainer, Accelerator])
+def test_the_name_of_a_strategy_is_refused_as_an_engine(kind):
+    with pytest.raises(TypeError, match=r"engine is 'fsdp'; it must be a class .* fsdp_plugin"):
+        kind(cpu=True, engine="fsdp")

@@ -40,11 +40,6 @@ class AverageAfterBackward(SingleDevice):
             average(self.module.parameters())
         return items
 
-    def sync_stats(self, stats: StepStats) -> float | Tensor:
-        total = self.step_sync.sync_vector(stats)
-        dist.all_reduce(total)
-        return self.step_sync.count(total)
-
     def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
         self.source = source
 

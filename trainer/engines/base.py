@@ -5,7 +5,15 @@ An `Accelerator` has one engine, with which it prepares the models of a loop of 
 checkpoints ask the engine, and never which engine it is.
 
 To write an engine, inherit from `trainer.engines.single.SingleDevice`, override what differs, and
-pass the class as ``engine=`` to the `Trainer` or the `Accelerator`.
+pass the class as ``engine=`` to the `Trainer` or the `Accelerator`. On several processes
+`SingleDevice` sums the step stats and communicates nothing else. So the engine
+
+- makes weights and buffers equal in `start` and `prepare_module`, and buffers again in
+  `begin_micro_batch` and `broadcast_buffers`;
+- averages the gradients of a window in `backward` if it has `stats`. They are already weighted by
+  their items: it is a plain mean over all processes, in which a missing gradient is zero;
+- averages them elsewhere where `backward` never has `stats`, in manual optimisation and in loops of
+  your own: by `Gradients.average`, or in hooks of the module, which `no_sync` turns off.
 """
 
 from __future__ import annotations
@@ -114,8 +122,10 @@ class Gradients:
     Engines that keep them elsewhere, or in parts, have a subclass.
 
     Attributes:
-        average: Averages an optimizer's gradients over the processes when it steps; None if
-            backward has averaged them.
+        average: Averages an optimizer's gradients over the processes when it steps, or when a loop
+            of your own clips them; None if backward has averaged them. It is read when the
+            optimizer is prepared: in a fit after `Engine.start`; in a loop of your own perhaps
+            before any module is.
     """
 
     average: Callable[[Optimizer], None] | None = None
@@ -287,12 +297,13 @@ class Engine(Protocol):
     def backward(
         self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
-        """Accumulate the gradients of a micro-batch.
+        """Accumulate the gradients of a micro-batch; `Accelerator.backward` calls it too.
 
         Args:
             loss: A tensor of shape (); None if the micro-batch has none, which is like zeros.
-            stats: This process's step stats if the micro-batch ends its window: the gradients of
-                the window are then averaged over the processes, and the stats are summed.
+            stats: This process's step stats if the micro-batch ends its window: the engine then
+                averages the gradients of the window over the processes, and sums the stats; see
+                `sync_stats`. None in manual optimisation and in loops of your own.
             *args: Further arguments of ``loss.backward``.
             **kwargs: Further arguments of ``loss.backward``.
 
@@ -309,7 +320,10 @@ class Engine(Protocol):
         """
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """Sum the step stats alone, in manual optimisation; see `backward` for the result."""
+        """Sum the step stats alone, without gradients; see `backward` for the result.
+
+        The sum of all processes' `StepSync.sync_vector` goes to `StepSync.count`.
+        """
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context for the batches of an evaluation."""

@@ -17,8 +17,15 @@ def choose_engine(options: EngineOptions, *, automatic: bool = False) -> Engine:
 
     Raises:
         ValueError: The sizes of the mesh do not multiply to the number of processes.
+        TypeError: The user's own engine is not a class.
     """
     if options.engine is not None:
+        if not callable(options.engine):
+            raise TypeError(
+                f"engine is {options.engine!r}; it must be a class with the methods of "
+                "trainer.engines.base.Engine. To choose one of ours, pass its plugin, such as "
+                "fsdp_plugin or deepspeed_plugin; DDP needs none."
+            )
         return options.engine(options)
     if options.deepspeed_plugin is not None:
         from trainer.engines.deepspeed import ZeroRedundancy  # imports deepspeed

@@ -350,12 +350,6 @@ class Replicas(SingleDevice):
         if others := [buffer for buffer in self.module.buffers() if buffer.dtype not in _SENDABLE]:
             broadcast(others, self._source)
 
-    def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """All-reduce the step stats of a window; gradients are not changed."""
-        total = self.step_sync.sync_vector(stats)
-        sum_numbers(total)
-        return self.step_sync.count(total)
-
     def broadcast_buffers(self) -> None:
         """Make one process's buffers everybody's, before an evaluation or a save."""
         broadcast(list(self.module.buffers()), self._source)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.distributed.transport import sum_numbers
 from trainer.engines.averaging import give_nothing
 from trainer.engines.base import EngineOptions, Gradients, Weights
 from trainer.engines.compile import compile_blocks, compiled_steps, release_blocks
@@ -125,9 +126,13 @@ class SingleDevice:
             self._in_dummy = False
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """Record the step stats: there are no other processes."""
-        self.step_sync.count_alone(stats)
-        return stats.items
+        """Record the step stats, summed over the processes if an engine has several."""
+        if self.options.world_size == 1:
+            self.step_sync.count_alone(stats)
+            return stats.items
+        total = self.step_sync.sync_vector(stats)
+        sum_numbers(total)
+        return self.step_sync.count(total)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Do nothing: a step changes nothing that the engine has to put back."""

@@ -288,9 +288,10 @@ def _call_batch_hook(hook: Callable[..., Any] | None, batch: Any, dataloader_idx
 
 
 def items_of(current: GlobalBatch) -> tuple[Any, float]:
-    """Return this rank's batch of a global batch and its number of items.
+    """Return this rank's batch of a training's global batch and its number of items.
 
-    Without a batch, the dummy batch and 0.0.
+    `GlobalBatch.batch` is there a pair: the batch, and what reads the result of `count_items`, or
+    None. Without a batch, it is the dummy batch alone, with 0.0 items.
     """
     if not current.present:
         return current.batch, 0.0

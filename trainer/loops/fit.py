@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import NoReturn
 
 from trainer.checkpoint.storage import reading
@@ -48,7 +47,7 @@ def fit(run: FitRun) -> None:
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
     if not run.module.automatic_optimization:
-        manual_of(run)
+        manual_of(run)  # from here on, optimizers call hooks before they step
     free = schedule_free(run.optim.optimizers)
     for optimizer in free:
         optimizer.train()
@@ -63,14 +62,14 @@ def fit(run: FitRun) -> None:
         hooks.on_train_start()
     if hooks.boundary.remaining_callbacks:
         finish_boundary(run)
-    while run.saving.work_due or not should_end(run):
-        if counters.epoch_complete and not run.saving.work_due:
+    while run.saving.update_unfinished or not should_end(run):
+        if counters.epoch_complete and not run.saving.update_unfinished:
             counters.begin_epoch()
             run.timing.call(DATA, run.reload_loaders)
         train_epoch(run)
     restore_rng(run)
     metrics.scope = None  # no epoch follows, so no hook from here on may log
-    run.enter_boundary()
+    run.enter_boundary()  # and stay: callbacks may still save, and no update follows
     check_same_hook(run, "on_train_end")
     run.saving.pending_saves.make(run.world_size)
     if hooks.monitors_due:  # callbacks rank the final checkpoint by these values
@@ -115,9 +114,9 @@ def train_epoch(run: FitRun) -> None:
     epoch_iterator.start_batch = counters.epoch_batches
     run.metrics.scope = TRAIN_EPOCH
     run.metrics.begin_epoch_values()
-    if counters.global_batches == 0:  # else the run resumes inside the epoch
+    if counters.epoch_global_batches == 0:  # else the run resumes inside the epoch
         restore_rng(run)
-        # Those that have ended the previous epoch, or came at its end.
+        # Votes that have ended the previous epoch, or came in its last window.
         run.step_sync.latest = run.step_sync.latest._replace(epoch_votes=0.0)
         with run.saving.module_state.epoch_starts():
             run.hooks.on_train_epoch_start()
@@ -129,15 +128,15 @@ def train_epoch(run: FitRun) -> None:
         check_same_length(epoch_iterator, f"train loader in epoch {counters.epoch}")
     run.data.begin_epoch()
     restore_rng(run)
-    if run.saving.work_due:
-        run.saving.work_due = False
+    if run.saving.update_unfinished:
+        run.saving.update_unfinished = False
         finish_update(run)
         if counters.epoch_complete or should_end(run):
             return
     train: Callable[[Iterator[GlobalBatch]], bool] = partial(train_window, run)
     if not run.module.automatic_optimization:
         train = manual_of(run).train_window
-    begun_at = counters.global_batches
+    begun_at = counters.epoch_global_batches
     with closing(
         run.device_transfer.global_batches(epoch_iterator, keeps_latest=run.hooks.may_end_epoch)
     ) as global_batches:  # ends the loader's workers, too
@@ -146,7 +145,7 @@ def train_epoch(run: FitRun) -> None:
                 finish_update(run)
                 if counters.epoch_complete or should_end(run):
                     break
-    if counters.global_batches == begun_at:
+    if counters.epoch_global_batches == begun_at:
         which = f" after its first {counters.epoch_batches}" if begun_at else ""
         where = f" on rank {run.rank}" if run.world_size > 1 else ""
         limit = "" if epoch_iterator.limit is None else f", and {epoch_iterator.limited_by}"
@@ -181,8 +180,16 @@ def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iter
     # runs dummy batches.
     while had_batch and not run.counters.epoch_complete:
         dummy = run.data.epoch_iterator.dummy_batch
-        missing = GlobalBatch(False, dummy, 0, 0, 0, batches=0, ended=True)
-        yield (replace(missing) for _ in range(run.optim.accumulation))
+        missing = GlobalBatch(
+            present=False,
+            batch=dummy,
+            samples=0,
+            global_samples=0,
+            real_samples=0,
+            batches=0,
+            ended=True,
+        )
+        yield repeat(missing, run.optim.accumulation)
 
 
 def finish_update(run: FitRun) -> None:
@@ -204,9 +211,11 @@ def finish_update(run: FitRun) -> None:
     run.engine.mark_step()
     if run.step_sync.latest.signals:
         preempt(run)
-    on_all_ranks = counters.epoch_complete  # whether one more collective here costs little
+    # Saves that hooks request from here on need not wait for the next step sync where one more
+    # collective costs little.
+    exchange_saves = counters.epoch_complete
     if run.eval_iterators and run.intervals.validation_due(run.progress()):
-        on_all_ranks = True
+        exchange_saves = True
         try:
             validate(run)
         except EvaluationAbandoned:
@@ -217,15 +226,15 @@ def finish_update(run: FitRun) -> None:
     if run.optim.schedulers and run.module.automatic_optimization:
         # Schedulers such as ReduceLROnPlateau may monitor a metric of this update's validation.
         step_schedulers(run, "step", counters.global_step, by_metric=True)
-    boundary(run, on_all_ranks=on_all_ranks)
+    boundary(run, exchange_saves=exchange_saves)
 
 
-def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
+def boundary(run: FitRun, *, exchange_saves: bool) -> None:
     """Run the update boundary: callbacks may save or stop, then pending saves are made.
 
     Args:
         run: The fit.
-        on_all_ranks: Whether to exchange pending saves between ranks even if the step sync
+        exchange_saves: Whether to exchange pending saves between ranks even if the step sync
             reported none.
     """
     run.metrics.scope = None
@@ -234,7 +243,7 @@ def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
         reduce_step_metrics(run)
     run.hooks.on_boundary()
     pending_saves = run.saving.pending_saves
-    requested = on_all_ranks or run.step_sync.latest.requested_saves > 0
+    requested = exchange_saves or run.step_sync.latest.requested_saves > 0
     if pending_saves.waiting if run.world_size == 1 else requested:
         pending_saves.make(run.world_size)
     run.leave_boundary()
@@ -246,7 +255,7 @@ def finish_boundary(run: FitRun) -> None:
     Only the callbacks that had not run yet at the save are called.
     """
     restore_rng(run)
-    boundary(run, on_all_ranks=True)
+    boundary(run, exchange_saves=True)
     # Restored after the hooks that are called a second time.
     run.saving.generators.restore_later(run.saving.generators.state_dict())
 
@@ -259,7 +268,7 @@ def preempt(run: FitRun) -> NoReturn:
     Raises:
         Preempted: Always.
     """
-    run.saving.work_due = True
+    run.saving.update_unfinished = True
     run.enter_boundary()
     run.hooks.on_preemption()
     run.saving.pending_saves.make(run.world_size)

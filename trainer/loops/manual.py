@@ -1,4 +1,8 @@
-"""Manual optimisation, in which ``training_step`` makes the updates."""
+"""Manual optimisation, in which ``training_step`` makes the updates.
+
+A window is one global batch. Losses are not weighted by items: gradients are a plain mean over the
+processes, which is taken when an optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ class ManualOptimization:
         engine, metrics, counters = run.engine, run.metrics, run.counters
         (micro_batch,) = window
         batch, items = items_of(micro_batch)
-        batch_idx = run.batch_idx = counters.global_batches
+        batch_idx = run.batch_idx = counters.epoch_global_batches
         steps = sum(optimizer.steps for optimizer in run.optim.optimizers)
         outputs: Any = None
         ends_epoch = False
@@ -165,7 +169,7 @@ class ManualOptimization:
 
 
 def manual_of(run: FitRun) -> ManualOptimization:
-    """Return what runs the batches in manual optimisation, which a hook may have chosen."""
+    """Return what runs the batches in manual optimisation; made once, also if a hook chose it."""
     if run.manual is None:
         run.manual = ManualOptimization(run)
     return run.manual

@@ -77,7 +77,7 @@ class Counters:
     Attributes:
         global_step: Optimizer updates so far.
         epoch: The current epoch, from 0.
-        global_batches: Global batches of the current epoch so far (one batch per rank each).
+        epoch_global_batches: Global batches of the current epoch so far (one batch per rank each).
         epoch_batches: Batches in those global batches, over all processes.
         epoch_complete: Whether the current epoch is over.
         batches_seen: Micro-batches so far, over all processes.
@@ -87,7 +87,7 @@ class Counters:
 
     global_step: int = 0
     epoch: int = 0
-    global_batches: int = 0
+    epoch_global_batches: int = 0
     epoch_batches: int = 0
     epoch_complete: bool = False
     batches_seen: int = 0
@@ -97,7 +97,7 @@ class Counters:
     def begin_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1
-        self.global_batches = self.epoch_batches = 0
+        self.epoch_global_batches = self.epoch_batches = 0
         self.epoch_complete = False
 
     def count(self, micro_batch: GlobalBatch, dp_size: int) -> int | None:
@@ -106,7 +106,7 @@ class Counters:
         Returns:
             Its samples over all ranks; None if this rank does not know them.
         """
-        self.global_batches += 1
+        self.epoch_global_batches += 1
         self.epoch_batches += micro_batch.batches
         self.epoch_complete = micro_batch.last
         self.batches_seen += micro_batch.batches
@@ -120,13 +120,15 @@ class Counters:
         return micro_batch.samples if dp_size == 1 else micro_batch.global_samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters but `global_batches`, which depends on the number of processes."""
-        return {name: value for name, value in asdict(self).items() if name != "global_batches"}
+        """Return the counters but the one that depends on the number of processes."""
+        values = asdict(self)
+        del values["epoch_global_batches"]
+        return values
 
     def load_state_dict(self, state: Mapping[str, Any], dp_size: int) -> None:
         """Restore the counters, for so many shares of the data."""
         vars(self).update(vars(Counters(**state)))
-        self.global_batches = -(-self.epoch_batches // dp_size)
+        self.epoch_global_batches = -(-self.epoch_batches // dp_size)
 
 
 @dataclass(kw_only=True)
@@ -235,7 +237,7 @@ class Optimization:
 
     Attributes:
         optimizers: The prepared optimizers, in the user's order.
-        states: The state of both that checkpoints hold, and their names.
+        states: The state of optimizers and schedulers in checkpoints, and their names.
         schedulers: The learning rate schedulers, each with its interval and frequency.
         schedulers_paused: Whether a callback sets the learning rates, not the schedulers.
         weighting: Weights each micro-batch's loss by its items.
@@ -339,7 +341,8 @@ class CheckpointState:
         writer: Writes checkpoints, also in the background.
         pending_saves: Pending saves, to be made at the next update boundary.
         run_id: Identifies the run, also in later starts that resume it.
-        work_due: Whether a signal ended the run before the work due after its last update.
+        update_unfinished: Whether a signal ended the run before the work due after its last update,
+            such as a validation; see `trainer.loops.fit.finish_update`.
         module_state: What hooks set on the module beside its weights.
         generators: The random generators whose states a checkpoint holds.
     """
@@ -349,15 +352,15 @@ class CheckpointState:
     run_id: str
     module_state: Final[ModuleState]
     generators: Final[RunGenerators]
-    work_due: bool = False
+    update_unfinished: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return which run it is, and whether a signal has ended it."""
-        return {"run_id": self.run_id, "unfinished": self.work_due}
+        return {"run_id": self.run_id, "unfinished": self.update_unfinished}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the id and the signal."""
-        self.run_id, self.work_due = state["run_id"], state["unfinished"]
+        self.run_id, self.update_unfinished = state["run_id"], state["unfinished"]
 
 
 @dataclass(kw_only=True)
@@ -504,6 +507,6 @@ class FitRun(Run):
             self.step_sync.items_seen,
             self.seconds(),
             counters.epoch,
-            counters.global_batches,
+            counters.epoch_global_batches,
             here,
         )

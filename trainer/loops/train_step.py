@@ -49,8 +49,9 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     weighting = run.optim.weighting
     size = weighting.micro_batches = run.optim.accumulation  # a hook may change it for the next one
     items_here = 0.0
-    # Samples of all ranks, where this rank knows them before the reduction; else None. On the CPU
-    # the reduced sum is there at once, and knows of batches that others have skipped.
+    # Samples of all ranks, where this rank knows them before the reduction; else None. It saves a
+    # factor computed on the device. On the CPU the reduced sum is there at once, and knows of
+    # batches that others have skipped.
     unknown = run.dp_size > 1 and (run.device.type == "cpu" or hooks.may_end_epoch)
     global_items = None if unknown or run.device_transfer.counts_items else 0.0
     # Finite only if all losses of the window are. Not a sum, which may overflow.
@@ -67,7 +68,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         batch, items = items_of(micro_batch)
         if weighting.reference is None:
             weighting.refer_to(items)
-        batch_idx = run.batch_idx = counters.global_batches
+        batch_idx = run.batch_idx = counters.epoch_global_batches
         batch_hooks, backward_hooks, ends_epoch = begin_batch(
             run, micro_batch, batch, items, ends_epoch
         )
@@ -178,7 +179,7 @@ def run_dummy(
 def skip_backward(run: FitRun, stats: StepStats | None) -> float | Tensor:
     """End a micro-batch without a backward pass; returns as `Engine.backward`.
 
-    With one process gradients stay as they are: optimizers leave parameters without one alone.
+    If nobody else has data, gradients stay as they are: a parameter without one is not updated.
 
     Args:
         run: The fit.
@@ -300,7 +301,7 @@ def check_may_skip(run: FitRun) -> None:
     Raises:
         TypeError: All ranks would have to know.
     """
-    if run.counters.epoch == run.counters.global_batches == 0:
+    if run.counters.epoch == run.counters.epoch_global_batches == 0:
         logger.warning(
             "training_step of %s returned None for the first batch, which is skipped: return the "
             "loss, unless that is meant.",

@@ -1,4 +1,4 @@
-"""One update of the weights: unscale, check, clip, step, and what follows from it."""
+"""One update of the weights: unscale, weight, check, clip, step, and what follows from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = module_logger(__name__)
 def update(
     run: FitRun, window_items: float | Tensor, items: float, last_loss: Tensor | None
 ) -> None:
-    """Make one optimizer update: unscale, call hooks, check for non-finite values, clip, step.
+    """Make one optimizer update: unscale, weight, call hooks, check for NaN, clip, step.
 
     Step-wise schedulers step and `global_step` advances, also if the update is skipped. Nothing is
     done if ``on_train_batch_start`` has left out all batches of all ranks.
@@ -48,6 +48,7 @@ def update(
     factor = optim.weighting.factor(window_items)
     if factor is not None:
         run.engine.gradients.scale_(optim.parameters.all, factor)
+    # Before the hooks, which read `Trainer.log_due`.
     run.intervals.see_if_log_is_due(run.counters.global_step + 1, run.progress)
     for optimizer in optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)

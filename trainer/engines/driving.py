@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from trainer.configuration.dummy_optimizers import is_deepspeed_schedule
 from trainer.distributed.step_sync import StepStats, StepSync
-from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions, Weights, gathered_on_first
 from trainer.engines.single import SingleDevice
 from trainer.enums import DistributedType
@@ -242,12 +241,6 @@ class DrivesOptimizer(SingleDevice):
     def optimizer_zero_grad(self, optimizer: Optimizer | None = None) -> None:
         """Drop the gradients that no update has used."""
         raise NotImplementedError
-
-    def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """All-reduce the step stats of a window."""
-        total = self.step_sync.sync_vector(stats)
-        sum_numbers(total)
-        return self.step_sync.count(total)
 
     def check_unknown_parameters(self) -> None:
         """Check that the same parameters are trained as when the optimizer was prepared.

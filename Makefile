@@ -41,7 +41,7 @@ PINNED_WITH_2.9.1 := torchao==0.16.0
 
 $(OTHER)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)
-	grep -vE '^(torch|torchao|mypy|ruff)==' constraints.txt > $(OTHER)/constraints.txt
+	grep -vE '^(torch|torchao|mypy|ruff|basedpyright)==' constraints.txt > $(OTHER)/constraints.txt
 	printf '%s\n' torch==$(TORCH) $(PINNED_WITH_$(TORCH)) >> $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -85,10 +85,15 @@ gpu-tests:  ## run the tests that need a GPU
 	timeout -k 10 300 $(PYTHON) -m pytest -m gpu -n 4 --timeout 90 -p no:cacheprovider -p no:benchmark \
 		--junitxml $(OUTPUT)/tests.xml $(GPU_TESTS)
 
+# Programs as users write them, which type checkers find no fault with.
+TYPED = examples/typed.py tests/typing/users.py
+
 lint: $(READY)  ## check formatting, lint rules and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/basedpyright --pythonpath $(BIN)/python $(TYPED)
 
 format: $(READY)  ## format the code and apply automatic fixes
 	$(BIN)/ruff format .

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,14 @@ from trainer.tracking import RunTrackers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+T4 = TypeVar("T4")
+T5 = TypeVar("T5")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _STEPS = attrgetter("steps")
 _DUMMY_SCHEDULERS = (DummyScheduler, MegatronLMDummyScheduler)
@@ -634,6 +642,58 @@ class Accelerator:
 
     # -- prepare -------------------------------------------------------------------------------
 
+    @overload
+    def prepare(self, obj: T, /, *, device_placement: Sequence[bool] | None = None) -> T: ...
+
+    @overload
+    def prepare(
+        self,
+        obj1: T1,
+        obj2: T2,
+        /,
+        *,
+        device_placement: Sequence[bool] | None = None,
+    ) -> tuple[T1, T2]: ...
+
+    @overload
+    def prepare(
+        self,
+        obj1: T1,
+        obj2: T2,
+        obj3: T3,
+        /,
+        *,
+        device_placement: Sequence[bool] | None = None,
+    ) -> tuple[T1, T2, T3]: ...
+
+    @overload
+    def prepare(
+        self,
+        obj1: T1,
+        obj2: T2,
+        obj3: T3,
+        obj4: T4,
+        /,
+        *,
+        device_placement: Sequence[bool] | None = None,
+    ) -> tuple[T1, T2, T3, T4]: ...
+
+    @overload
+    def prepare(
+        self,
+        obj1: T1,
+        obj2: T2,
+        obj3: T3,
+        obj4: T4,
+        obj5: T5,
+        /,
+        *,
+        device_placement: Sequence[bool] | None = None,
+    ) -> tuple[T1, T2, T3, T4, T5]: ...
+
+    @overload
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any: ...
+
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; return other objects unchanged.
 
@@ -643,6 +703,7 @@ class Accelerator:
 
         Returns:
             The prepared objects in the same order, as a tuple; the bare object if there is one.
+            For type checkers, up to five objects keep their types.
 
         Raises:
             ValueError: Nothing was passed, or `device_placement` has a different length.
@@ -870,10 +931,10 @@ class Accelerator:
         return models.verify_device_map(model)
 
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+        self, model: ModuleT, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> ModuleT:
         """Return the user's module from a prepared model, without DDP and other wrappers."""
-        return models.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return cast("ModuleT", models.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the model's state dict, with the wrappers' key prefixes if `unwrap` is False.
@@ -1196,18 +1257,18 @@ class Accelerator:
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """See `trainer.distributed.collectives.gather`."""
-        return collectives.gather(tensor)
+        return cast("T", collectives.gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop the duplicates that `even_batches` added to the last batches."""
         copies = self.num_processes // self.engine.parallel.dp_size
         return gather_for_metrics(input_data, use_gather_object, copies)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """See `trainer.distributed.collectives.reduce`."""
-        return collectives.reduce(tensor, reduction, scale)
+        return cast("T", collectives.reduce(tensor, reduction, scale))
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False

@@ -173,6 +173,15 @@ def test_own_loop_has_the_same_accuracy_on_two_processes(run):
         assert accuracy == round(correct / DIGITS_FOR_VALIDATION, 4)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_typed_program_trains(run, processes):
+    epochs, last = results(run("typed.py", "--max-epochs", 4, processes=processes))
+    losses = ast.literal_eval(epochs.removeprefix("epoch losses "))
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 4
+    assert float(last.rpartition(" ")[2]) < 1
+
+
 # -- all trackers ----------------------------------------------------------------------------------
 
 

@@ -36,7 +36,8 @@ class LocalSGD:
 
     Raises:
         ValueError: `local_sgd_steps` is below 1.
-        NotImplementedError: The engine shards the model, so that processes cannot train apart.
+        NotImplementedError: The engine shards the model, or a library makes its updates, so that
+            processes cannot train apart.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class LocalSGD:
         check_type("accelerator", accelerator, Accelerator)
         check_counts(1, local_sgd_steps=local_sgd_steps)
         check_bools(enabled=enabled)
-        if accelerator.engine.parallel.divides_state:
+        engine = accelerator.engine
+        if engine.parallel.divides_state or engine.driver is not None:
             raise NotImplementedError(
-                "LocalSGD needs the whole model on each process, which "
-                f"{accelerator.distributed_type} divides: train with DDP, or leave LocalSGD out."
+                "LocalSGD needs the whole model on each process, to train it apart, but "
+                f"{accelerator.distributed_type} updates all together: train with DDP, or leave "
+                "LocalSGD out."
             )
         self.accelerator, self.model = accelerator, model
         self.local_sgd_steps = local_sgd_steps

@@ -21,7 +21,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaForCausalLM
 
-from callbacks import Callback, GradientNormMonitor, WeightAveraging
+from callbacks import (
+    Callback,
+    GradientNormMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    WeightAveraging,
+)
 from tests.distributed.test_fsdp import X, Y
 from tests.distributed.test_fsdp_promises import (
     Net,
@@ -35,6 +41,7 @@ from trainer import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
+    LocalSGD,
     ParallelismConfig,
     Trainer,
     TrainModule,
@@ -427,6 +434,73 @@ def test_every_tensor_is_the_same_on_any_engine(ranks, precision, tmp_path):
     torch.testing.assert_close(on("zero3", back), further, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_stage_0_divides_nothing_and_is_saved_as_ddp_is(ranks2, precision, tmp_path):
+    def save(layout: str) -> Any:
+        loop = Loop(layout, precision).train(0, 1)
+        main = loop.accelerator.is_main_process
+        loop.accelerator.save_state(tmp_path / layout)
+        if main:  # where processes have the same, one may save alone
+            loop.accelerator.save_state(tmp_path / f"{layout}, alone")
+        weights = loop.accelerator.get_state_dict(loop.model)
+        loop.train(2).accelerator.load_state(tmp_path / layout)
+        fit(tmp_path / f"{layout}, fit", 0 if layout == "zero0" else None, checkpointing=True)
+        return deepcopy(weights), loop.accelerator.get_state_dict(loop.model)
+
+    of_zero, of_ddp = ranks2(save, "zero0"), ranks2(save, "ddp")
+    for (found, loaded), (expected, _) in zip(of_zero, of_ddp, strict=True):
+        torch.testing.assert_close(loaded, found, rtol=0, atol=0)
+        if precision == "no":
+            torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
+    for name in ("", ", alone", ", fit"):
+        zero, ddp = (files_in(tmp_path / f"{layout}{name}") for layout in ("zero0", "ddp"))
+        assert zero.keys() == ddp.keys()
+        assert {"model.safetensors", "optimizer.safetensors"} <= {Path(key).name for key in zero}
+        assert not any("shard" in key for key in zero)
+        for key, tensors in zero.items():
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            assert shapes == {name: tensor.shape for name, tensor in ddp[key].items()}
+
+
+class Fails(Callback):
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step == 3:
+            raise ArithmeticError("on purpose")
+
+
+def test_callbacks_that_need_whole_weights_work_in_stage_0(ranks2, tmp_path):
+    def pruned(stage: int | None) -> Any:
+        pruning = ModelPruning("l1_unstructured", amount=0.5)
+        return dict(fit(tmp_path / f"{stage}", stage, callbacks=[pruning])[0])
+
+    torch.testing.assert_close(ranks2(pruned, 0), ranks2(pruned, None), rtol=0, atol=0)
+
+    def fail() -> None:
+        saving = [ModelCheckpoint(on_exception=True), Fails()]
+        with pytest.raises(ArithmeticError):
+            fit(tmp_path / "failed", 0, callbacks=saving, mixed_precision="bf16")
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin(0))
+        model = nn.Linear(1, 1)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        with pytest.raises(NotImplementedError, match="DEEPSPEED updates all together"):
+            LocalSGD(accelerator, model, 2)
+
+    ranks2(fail)
+    saved = [load_file(each) for each in (tmp_path / "failed").rglob("exception-*/*.safetensors")]
+    assert len(saved) == 2
+    for weights in saved:  # those that the optimizer updates
+        assert {each.dtype for each in weights.values()} == {torch.float32}
+
+
+def files_in(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each file, by its path in the folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(folder)): load_file(path) if path.suffix == ".safetensors" else {}
+        for path in files
+    }
+
+
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2"])
 def test_a_state_takes_the_place_of_weights_that_are_not_finite(ranks2, layout, tmp_path):
     def recovered() -> Any:
@@ -480,12 +554,12 @@ def test_weights_that_are_set_by_hand_are_exported_and_trained(ranks2, stage, pr
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
         def export() -> Any:
-            return accelerator.get_state_dict(model)
+            return deepcopy(accelerator.get_state_dict(model))
 
         def step(number: int) -> Any:
             updated(model, optimizer, [number], accelerator)
             accelerator.save_model(model, tmp_path / "model")
-            assert accelerator.is_main_process == bool(export())
+            assert bool(export()) == (accelerator.is_main_process or stage == 0)
             saved = load_weights(tmp_path / "model")
             torch.testing.assert_close(export() or saved, saved, rtol=0, atol=0)
             return export()

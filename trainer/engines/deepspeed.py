@@ -100,7 +100,9 @@ class ZeroRedundancy(DrivesOptimizer):
         self.plugin = options.deepspeed_plugin
         self.stage = self.plugin.stage
         # A backward pass of stages 2 and 3 reduces gradients, in the order in which they arrive.
-        self.parallel = replace(self.parallel, forward_is_collective=self.stage >= 2)
+        self.parallel = replace(
+            self.parallel, divides_state=self.stage > 0, forward_is_collective=self.stage >= 2
+        )
         self._half = options.mixed_precision == "bf16"
         self._deepspeed = import_deepspeed(options.device)
         self.driver = self

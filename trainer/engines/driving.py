@@ -285,9 +285,11 @@ class DrivenWeights(Weights):
         raise NotImplementedError
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return whole weights on the host of rank 0, and {} elsewhere; collective."""
+        """Return whole weights; where they are divided, on the host of rank 0, and {} elsewhere."""
         model = unwrapped(module)
         named = bare_names(model, self.parts(model).items())
+        if not self._engine.parallel.divides_state:
+            return dict(named)
         return gathered_on_first(named, self._engine.options.rank)
 
     def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:

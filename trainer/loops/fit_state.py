@@ -512,8 +512,13 @@ def save_weights_alone(run: FitRun, target: Path) -> Path:
             f"{target} is not written: stage 3 of DeepSpeed has left the weights in parts, which "
             "one process cannot gather after an error."
         )
+    # Of weights that are divided, the module's own are all that one process can reach.
+    parts = None if run.engine.parallel.divides_state else run.engine.weights.parts(run.module)
+    weights = (
+        bare_state_dict(run.module) if parts is None else bare_names(run.module, parts.items())
+    )
     staging = open_staging(target)
-    save_weights(bare_state_dict(run.module), staging)
+    save_weights(dict(weights), staging)
     return commit(staging, target, _manifest_of(run) | {"weights_only": True})
 
 

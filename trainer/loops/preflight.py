@@ -106,8 +106,8 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
         ValueError: There is such a callback.
     """
     kind = engine.parallel.distributed_type
-    for callback in callbacks if engine.parallel.divides_state else ():
-        if callback.requires_unsharded:
+    for callback in callbacks:
+        if callback.requires_unsharded and engine.parallel.divides_state:
             raise ValueError(
                 f"{type(callback).__name__} cannot be used with a sharded model: it needs the "
                 "whole weights on each process, which has only its part of them. Leave it out (of "

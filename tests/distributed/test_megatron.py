@@ -24,6 +24,9 @@ from callbacks import Callback, GradientNormMonitor, ModelCheckpoint
 from tests.helpers.megatron import cuda_on_cpu, gpt
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, MegatronLMPlugin, Preempted, Trainer, TrainModule
+from trainer.checkpoint.serialization import read_tensors
+from trainer.checkpoint.sharded_state import TensorFile
+from trainer.checkpoint.shards import merge_weights
 from trainer.tree import gathered, map_tree
 from trainer.utils import MegatronLMDummyScheduler, patch_environment
 
@@ -488,6 +491,49 @@ def test_a_run_starts_with_saved_weights_on_another_layout(ranks2, tmp_path):
     (path,) = (tmp_path / "tp2" / "checkpoints").glob("step-*")
     started = ranks2(lambda: weights("pp2", ckpt_path=path, max_epochs=0))[0][0]
     torch.testing.assert_close(started, trained, rtol=0, atol=0)
+
+
+class Late(Changing):
+    """Registers a buffer when training starts; a resumed run has it before its weights."""
+
+    def on_train_start(self) -> None:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.tensor([0.0, 1.0, 2.0]))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.register_buffer("late", torch.zeros(3))
+
+    def on_train_step_end(self) -> None:
+        super().on_train_step_end()
+        self.late += 0.5
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_checkpoints_have_late_buffers_and_each_weight_once(ranks, ranks2, layout, tmp_path):
+    given = LAYOUTS[layout][1]
+
+    def train(name: str, layout: Any, steps: int, **more: Any) -> Any:
+        options = {"checkpointing": True, "max_epochs": None, "max_steps": steps, **more}
+        return run(tmp_path / name, layout, Late, **options)
+
+    ranks(1)(lambda: train("one", None, 3))
+    ranks2(lambda: train("cut", given, 3))
+    (one,) = (tmp_path / "one" / "checkpoints").glob("step-*")
+    (cut,) = (tmp_path / "cut" / "checkpoints").glob("step-*")
+    merged = tmp_path / "merged.safetensors"
+    merge_weights(cut, merged)
+    expected, found = (read_tensors(path) for path in (one / "model.safetensors", merged))
+    plain = {n: each for n, each in expected[0].items() if not n.endswith("_extra_state")}
+    torch.testing.assert_close(found[0], plain, rtol=0, atol=2e-6)
+    assert found[1] == expected[1]  # the other names of the layers
+    assert any(name.startswith("layers.") for name in found[1])
+    torch.testing.assert_close(found[0]["late"], torch.tensor([1.5, 2.5, 3.5]), rtol=0, atol=0)
+    stored = [name for file in cut.glob("shard-*") for name in TensorFile(file).parts]
+    assert not any(name.startswith("layers.") for name in stored)
+
+    whole = ranks2(lambda: train("whole", given, 5))[0]
+    again = ranks2(lambda: train("cut", given, 5, ckpt_path="auto"))[0]
+    torch.testing.assert_close(again, whole, rtol=0, atol=0)
 
 
 class Averaged(Net):

@@ -182,7 +182,9 @@ class Weights:
 
     # ARG002: an interface
     def parts(self, module: nn.Module, *, to_fill: bool = False) -> Mapping[str, Any] | None:  # noqa: ARG002
-        """Return what this process holds of the weights in a checkpoint; nothing is communicated.
+        """Return what this process holds of the weights in a checkpoint.
+
+        Where the processes have other layers, the call is collective.
 
         Args:
             module: The user's module.

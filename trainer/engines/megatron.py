@@ -22,7 +22,7 @@ from functools import partial, wraps
 from itertools import chain
 from math import inf, isclose
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,20 @@ def import_megatron(device: torch.device) -> Any:
             "megatron_lm_plugin, or shard with fsdp_plugin."
         )
     return parallel_state
+
+
+class _Described(NamedTuple):
+    """What a checkpoint has of a weight.
+
+    Attributes:
+        first: The first of its names; tied weights have several.
+        shape: The shape of the whole tensor.
+        dtype: Its dtype.
+    """
+
+    first: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class _StageEnded(BaseException):  # not an Exception: the user's code must not catch it
@@ -190,8 +204,6 @@ class Megatron(DrivesOptimizer):
         self._replica: Any = None  # megatron-core's DDP around the model, in training
         self._twin: Any = None  # what is stepped; it has the state
         self._masters: dict[int, Tensor] = {}  # what the twin updates, by the parameter's id
-        # The shapes and dtypes of whole weights, by their names.
-        self._described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._orders: list[list[str]] = []  # the names in each group of the optimizer
         self._micro: _MicroBatch | None = None  # the one whose step runs, inside a schedule
         self._input: Tensor | None = None  # of its model, from the stage before
@@ -300,7 +312,6 @@ class Megatron(DrivesOptimizer):
         if self.options.mixed_precision == "bf16":  # norms and positions are float32 at first
             self._model.to(torch.bfloat16)
         self._broadcast_weights()
-        self._describe()
         self._config = config = self._model.config
         changed = ("finalize_model_grads_func", "variable_seq_lengths")
         self._undo += [attribute_restorer(config, name) for name in changed]
@@ -395,7 +406,7 @@ class Megatron(DrivesOptimizer):
             if id(p) in self._trains
         }
         self._twin = twin_of(optimizer, self._masters)
-        names = self._names()
+        names = self._names(self._state())
         order = [
             [names[id(p)] for p in group["params"] if id(p) in self._masters]
             for group in optimizer.param_groups
@@ -405,7 +416,6 @@ class Megatron(DrivesOptimizer):
             list(dict.fromkeys(chain(*groups)))
             for groups in zip(*all_gather_object(order), strict=True)
         ]
-        self._describe()
         return optimizer
 
     # -- the steps ---------------------------------------------------------------------------------
@@ -818,21 +828,29 @@ class Megatron(DrivesOptimizer):
             state[whole] = tensor
         return state
 
-    def _names(self) -> dict[int, str]:
+    def _names(self, state: Mapping[str, Tensor]) -> dict[int, str]:
         """Return the first name of each tensor by its id."""
-        return {id(tensor): name for name, tensor in reversed(self._state().items())}
+        return {id(tensor): name for name, tensor in reversed(list(state.items()))}
 
-    def _describe(self) -> None:
-        """Learn the shapes and dtypes of whole weights in a checkpoint; collective."""
+    def _described(self, state: Mapping[str, Tensor]) -> dict[str, _Described]:
+        """Return what all processes have, by name; collective.
+
+        Args:
+            state: This process's tensors.
+        """
+        names = self._names(state)
         described = {
-            name: (self._whole_shape(tensor), self._masters.get(id(tensor), tensor).dtype)
-            for name, tensor in self._state().items()
+            name: _Described(
+                names[id(tensor)],
+                self._whole_shape(tensor),
+                self._masters.get(id(tensor), tensor).dtype,
+            )
+            for name, tensor in state.items()
         }
-        self._described = {
-            name: described_tensor
-            for of_rank in all_gather_object(described)
-            for name, described_tensor in of_rank.items()
-        }
+        of_all: dict[str, _Described] = {}
+        for of_rank in all_gather_object(described):
+            of_all = of_rank | of_all
+        return of_all
 
     def _whole_shape(self, tensor: Any) -> tuple[int, ...]:
         shape = list(tensor.shape)
@@ -871,7 +889,7 @@ class Megatron(DrivesOptimizer):
     def _named_masters(self) -> Iterator[tuple[str, Any, Tensor]]:
         """Yield the name of each trained parameter, it, and the tensor that is updated."""
         assert self._client is not None
-        names = self._names()
+        names = self._names(self._state())
         for parameter in parameters_of([self._client]):
             if id(parameter) in self._masters:
                 yield names[id(parameter)], parameter, self._masters[id(parameter)]
@@ -887,20 +905,20 @@ class Megatron(DrivesOptimizer):
             name: (p, self._twin.state.get(master, {})) for name, p, master in self._named_masters()
         }
         notes = {
-            name: {key: _note(value, p) for key, value in values.items()}
+            name: (self._whole_shape(p), {key: _note(value, p) for key, value in values.items()})
             for name, (p, values) in of_process.items()
         }
-        of_all: dict[str, dict[str, Any]] = {}
+        of_all: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
         for of_rank in all_gather_object(notes):
-            of_all = {**of_rank, **of_all}
+            of_all = of_rank | of_all
         for name, number in numbers.items():
             like, values = of_process.get(name, (None, {}))
-            shape, _ = self._described[name]
+            shape, notes_of = of_all[name]
             held = {
                 key: self._shards(like, values.get(key), shape, note)
                 if isinstance(note, torch.dtype)  # of a tensor that is divided as the weight is
                 else note
-                for key, note in of_all.get(name, {}).items()
+                for key, note in notes_of.items()
             }
             if held:
                 state["state"][number] = held
@@ -931,8 +949,7 @@ class Megatron(DrivesOptimizer):
         self._twin.state.clear()
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for name, parameter, master in self._named_masters():
-            loaded = {}
-            shape, _ = self._described[name]
+            loaded, shape = {}, self._whole_shape(parameter)
             for key, value in state["state"].get(numbers[name], {}).items():
                 loaded[key] = value
                 if not hasattr(value, "shape"):
@@ -1062,18 +1079,20 @@ class MegatronWeights(DrivenWeights):
     def parts(self, module: nn.Module, *, to_fill: bool = False) -> dict[str, Any]:  # noqa: ARG002
         """Return what this process holds of the weights, by the names of all of them.
 
-        Of trained ones it is the float32 copies that the optimizer updates.
+        Of trained ones it is the float32 copies that the optimizer updates. Names of tied weights
+        have the same object. The call is collective: the processes have other names.
         """
-        engine = self._engine
-        parts, state = {}, engine._state()
+        engine, state = self._engine, self._engine._state()
         inside = set(map(id, engine._model.state_dict(keep_vars=True).values()))
-        for name, (shape, dtype) in engine._described.items():
-            tensor = state.get(name)
+        described = engine._described(state)
+        parts: dict[str, LocalShards] = {}
+        for first in dict.fromkeys(each.first for each in described.values()):
+            tensor, (_, shape, dtype) = state.get(first), described[first]
             held = None if tensor is None else engine._masters.get(id(tensor), tensor)
-            parts[name] = engine._shards(tensor, held, shape, dtype)
+            parts[first] = engine._shards(tensor, held, shape, dtype)
             if id(tensor) not in inside and not engine._is_last:
-                parts[name].saved = False  # all stages have it, the last one uses it
-        return parts
+                parts[first].saved = False  # all stages have it, the last one uses it
+        return {name: parts[each.first] for name, each in described.items()}
 
     @torch.no_grad()
     def refresh(self, module: nn.Module) -> None:  # noqa: ARG002 - there is one

@@ -2,7 +2,8 @@
 
 Python and torch are imported once; the processes of each start are forks of that process. When one
 is killed, the others are killed too, as a launcher does. Prints one line of JSON: how many starts
-were killed, and which runs ended with something else than an uninterrupted one.
+were killed, which runs ended with something else than an uninterrupted one, and of each start its
+layout, its kill, and the update from which it went on (None: it was killed before).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, Dataset
 
-from callbacks import ModelCheckpoint, WeightAveraging
+from callbacks import Callback, ModelCheckpoint, WeightAveraging
 from tests.faults.kill_sweep import KILLED, Killer, kill_at_call, without_time
 from tests.helpers.megatron import cuda_on_cpu, gpt
 from tests.helpers.promises import losses
@@ -76,6 +77,7 @@ LAYOUTS: dict[str, tuple[int, int, Callable[[], dict[str, Any]]]] = {
     "hsdp": (4, 4, lambda: fsdp(dp_replicate_size=2, dp_shard_size=2)),
     "tp": (2, 1, lambda: fsdp(tp_size=2)),
     "fsdp_tp": (4, 2, lambda: fsdp(dp_shard_size=2, tp_size=2)),
+    "zero0": (2, 2, lambda: zero(0)),
     "zero1": (2, 2, lambda: zero(1)),
     "zero2": (2, 2, lambda: zero(2)),
     "zero3": (2, 2, lambda: zero(3)),
@@ -149,7 +151,47 @@ class Language(Net):
         return losses(self.model, torch.cat([tokens, tokens[:, :1]], 1), is_gpt=True).mean()
 
 
-def fit(folder: Path, layout: str, *, noisy: bool, averages: bool, step: int) -> None:
+class Moments(Callback):
+    """Reports the update from which a start goes on, and kills the process at a moment.
+
+    Args:
+        report: The file of the report.
+        phase: ``between`` updates, after the first ``batch`` of a window, in the ``update`` itself,
+            when all gradients are there, or in a ``save``.
+        update: The number of the update; between, that of the one before.
+        call: In a save, the number of the call that puts something on the disk.
+    """
+
+    def __init__(self, report: Path, phase: str = "", update: int = -1, call: int = 1) -> None:
+        self.report, self.moment, self.call = report, (phase, update), call
+
+    def reach(self, phase: str, update: int) -> None:
+        if (phase, update) == self.moment:
+            if phase == "save":
+                kill_at_call(self.call)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            self.report.write_text(str(trainer.global_step))
+
+    def on_train_step_start(self, trainer: Any, module: Any) -> None:
+        self.reach("between", trainer.global_step)
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.reach("batch", trainer.global_step + 1)  # the first one
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.reach("update", trainer.global_step + 1)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        self.reach("save", trainer.global_step)
+
+
+def fit(folder: Path, layout: str, *, noisy: bool, averages: bool, kill: dict[str, Any]) -> None:
+    step = int(kill["when"]) if kill["kind"] == "step" else -1
+    at = (kill["kind"], int(kill["when"]), kill["call"]) if "call" in kill else ()
     _, shares, options_of = LAYOUTS[layout]
     options, dropout = options_of(), 0.3 if noisy else 0.0
     trainer = Trainer(
@@ -163,6 +205,7 @@ def fit(folder: Path, layout: str, *, noisy: bool, averages: bool, step: int) ->
         max_grad_norm=0.5,
         callbacks=[
             Killer(step),
+            Moments(report_of(folder), *at),
             *([WeightAveraging(0.9)] if averages else []),
             ModelCheckpoint(monitor="val/loss", every=1, save_top_k=2),
         ],
@@ -181,13 +224,15 @@ def start(folder: Path, kill: dict[str, Any], **how: bool) -> int:
 
     Args:
         folder: The run's project folder.
-        kill: ``layout``; ``kind``: none, step, call or time; ``when``; the ``rank`` to be killed.
+        kill: ``layout``; ``kind``: none, step, call, time, or a phase of `Moments` with its
+            ``call``; ``when``; the ``rank`` to be killed.
         **how: ``noisy``, whether the data and the module draw random numbers, and ``averages``,
             whether weights are averaged.
     """
     processes, *_ = LAYOUTS[kill["layout"]]
     rendezvous = folder.with_suffix(".rendezvous")
-    rendezvous.unlink(missing_ok=True)
+    for file in (rendezvous, report_of(folder)):
+        file.unlink(missing_ok=True)
     children = {
         _fork(rank, processes, rendezvous, folder, kill, how): rank for rank in range(processes)
     }
@@ -234,9 +279,9 @@ def _fork(
         victim = rank == kill.get("rank", 0) % processes
         if kill["kind"] == "call" and victim:
             kill_at_call(int(kill["when"]))
-        step = int(kill["when"]) if kill["kind"] == "step" and victim else -1
+        own = kill if victim else {"kind": "none"}
         with cuda_on_cpu() if kill["layout"].startswith("megatron") else nullcontext():
-            fit(folder, kill["layout"], step=step, **how)
+            fit(folder, kill["layout"], kill=own, **how)
         code = 0
     except Exception:  # noqa: BLE001 - the parent judges the exit code
         traceback.print_exc()
@@ -245,6 +290,10 @@ def _fork(
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def report_of(folder: Path) -> Path:
+    return folder.with_suffix(".report")
 
 
 def end_of(folder: Path) -> dict[str, Any]:
@@ -310,7 +359,7 @@ def main() -> None:
             whole[key] = end_of(here)
         return whole[key]
 
-    kills, different = 0, []
+    kills, different, starts = 0, [], []
     for number, run in enumerate(runs):
         here, last = folder / str(number), run[-1]["layout"]
         layouts = {kill["layout"] for kill in run}
@@ -319,6 +368,8 @@ def main() -> None:
         how = {"noisy": exact, "averages": averages}
         for kill in run:
             code = start(here, kill, **how)
+            report = report_of(here)
+            starts.append([kill, int(report.read_text()) if report.exists() else None])
             kills += code == KILLED or code == KILLED % 256
             if code not in (0, KILLED, KILLED % 256):
                 different.append([run, f"exit code {code}"])
@@ -329,7 +380,7 @@ def main() -> None:
         wrong = differences(end_of(here), expected, exact=exact)
         different += [[run, wrong]] if wrong else []
         shutil.rmtree(here)
-    print(json.dumps({"kills": kills, "different": different}))
+    print(json.dumps({"kills": kills, "different": different, "starts": starts}))
 
 
 if __name__ == "__main__":

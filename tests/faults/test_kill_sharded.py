@@ -13,7 +13,8 @@ from tests.faults.test_kill import sweep
 UPDATES = 8  # two epochs of four
 CALLS = 160  # about as many as rank 0 makes of those that put files on the disk
 SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp")
-DRIVEN = ("zero1", "zero2", "zero3", "megatron_tp", "megatron_pp")
+DRIVEN = ("zero0", "zero1", "zero2", "zero3", "megatron_tp", "megatron_pp")
+PHASES = ("between", "batch", "update", "save", "save")  # see `kill_sharded.Moments`
 # Layouts with as many shares of the data: a run may change between them within an epoch.
 ALIKE = (("one", "tp"), ("ddp", "fsdp", "fsdp_tp"), ("fsdp_4", "hsdp"))
 
@@ -27,6 +28,20 @@ def kill(layout: str, draw: random.Random, calls: int = CALLS, ranks: int = 4) -
     if kind == "time":
         when = draw.uniform(0.2, 4.0)
     return {"layout": layout, "kind": kind, "when": when, "rank": draw.randrange(ranks)}
+
+
+def kills_at_phases(layout: str, draw: random.Random, number: int = 4) -> list[dict[str, Any]]:
+    """Return kills of one process in a run, each in a later update than the one before."""
+    return [
+        {
+            "layout": layout,
+            "kind": draw.choice(PHASES),
+            "when": update,
+            "call": draw.randrange(1, 20),
+            "rank": draw.randrange(2),
+        }
+        for update in sorted(draw.sample(range(1, UPDATES), number))
+    ]
 
 
 @pytest.mark.timeout(600)
@@ -62,6 +77,14 @@ def test_runs_of_deepspeed_and_megatron_killed_anywhere_equal_uninterrupted_ones
     draw = random.Random(4)
     hits = partial(kill, draw=draw, calls=CALLS // 2, ranks=2)
     runs = [[hits(layout) for _ in range(5)] for layout in DRIVEN for _ in range(4)]
-    alike = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+    alike = ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
     runs += [[hits(draw.choice(alike)) for _ in range(5)] for _ in range(4)]
     assert sweep(tmp_path, runs, 3500, "kill_sharded") >= 60
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_runs_of_deepspeed_and_megatron_killed_in_each_phase_equal_uninterrupted_ones(tmp_path):
+    draw = random.Random(5)
+    runs = [kills_at_phases(layout, draw) for layout in DRIVEN for _ in range(4)]
+    assert sweep(tmp_path, runs, 3500, "kill_sharded") >= 80

@@ -31,7 +31,7 @@ from trainer.checkpoint import accelerator_state as states
 from trainer.checkpoint.accelerator_state import PreparedObjects
 from trainer.checkpoint.objects import save
 from trainer.checkpoint.save import run_on_all_ranks
-from trainer.checkpoint.weights import parse_size, save_model, write_model
+from trainer.checkpoint.weights import parse_size, write_model
 from trainer.checks import (
     check_bools,
     check_counts,
@@ -75,7 +75,7 @@ from trainer.distributed.guards import call_counts
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.engines import join
 from trainer.engines import model as models
-from trainer.engines.base import Engine, EngineOptions
+from trainer.engines.base import Engine, EngineOptions, Weights
 from trainer.engines.choose import choose_engine
 from trainer.engines.ddp import communication_of
 from trainer.enums import DistributedType, FP8BackendType, RNGType, SchedulerTick
@@ -947,7 +947,7 @@ class Accelerator:
             run_on_all_ranks(operation, lambda: None, self.state, operation=name)
         elif not unwrap:
             return model.state_dict()
-        return (self._run_engine or self.engine).weights.exported_state_dict(model)
+        return self._weights.full_state_dict(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop the references to all prepared objects, and empty the device's cache.
@@ -1298,8 +1298,8 @@ class Accelerator:
     ) -> None:
         """Write a model's weights under its unwrapped names; see `checkpoint.save_model`.
 
-        For sharded models (FSDP) it is collective: call it on all processes. Tensors are gathered
-        one at a time.
+        For sharded models (FSDP, DeepSpeed, Megatron-LM) it is collective: call it on all
+        processes. Tensors are gathered one at a time.
 
         Raises:
             TypeError: `model` is not a module; raised on every process.
@@ -1310,17 +1310,12 @@ class Accelerator:
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         options = _bare(model), save_directory, max_shard_size, safe_serialization
         operation = f"Saving the model to {os.fspath(save_directory)}"
-        if self.engine.driver is not None:
-            state = self.get_state_dict(model)
-            write = partial(write_model, *options, writes=self._writes, state=state)
-            run_on_all_ranks(
-                operation, lambda: self._writes and write(), self.state, operation="save_model"
-            )
-        elif self.engine.parallel.mesh is not None:
+        write = partial(write_model, *options, parts=self._weights.exported_parts)
+        if self._collects:
             run = partial(run_on_all_ranks, operation, state=self.state, operation="save_model")
-            write_model(*options, writes=self._writes, step=lambda work: run(work=work))
+            write(writes=self._writes, step=lambda work: run(work=work))
         elif self._writes:
-            save_model(*options)
+            write()
 
     def save_state(
         self,
@@ -1455,6 +1450,11 @@ class Accelerator:
     def _collects(self) -> bool:
         """Whether all processes take part in collecting a model's weights."""
         return self.engine.parallel.divides_state
+
+    @property
+    def _weights(self) -> Weights:
+        """What the engine that runs tells of its models' weights."""
+        return (self._run_engine or self.engine).weights
 
     @property
     def _writes(self) -> bool:

@@ -268,6 +268,10 @@ class LocalShards:
         """Return the number of values of the whole tensor."""
         return self.shape.numel()
 
+    def detach(self) -> LocalShards:
+        """Return itself: no graph leads to its values."""
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, as by ``torch.save``: a part without the others is of no use.
 

@@ -45,9 +45,11 @@ from trainer import (
     ParallelismConfig,
     Trainer,
     TrainModule,
+    load_checkpoint_in_model,
     tree,
 )
-from trainer.checkpoint.weights import load_weights
+from trainer.checkpoint.serialization import read_tensors
+from trainer.checkpoint.weights import load_weights, save_model
 from trainer.cli import main
 from trainer.state import AcceleratorState
 from trainer.utils import DummyOptim, DummyScheduler, patch_environment
@@ -501,6 +503,33 @@ def files_in(folder: Path) -> dict[str, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3", "fsdp", "ddp"])
+def test_a_model_is_saved_in_files_of_a_size(ranks2, layout, tmp_path):
+    def save() -> Any:
+        loop = Loop(layout, "no").train(0)
+        save = loop.accelerator.save_model
+        save(loop.model, tmp_path / "model", max_shard_size=300)
+        save(loop.model, tmp_path / "bin", safe_serialization=False)
+        return deepcopy(dict(loop.accelerator.get_state_dict(loop.model)))
+
+    expected = ranks2(save)[0]
+    for name in ("model", "bin"):
+        model = Shapes()
+        load_checkpoint_in_model(model, tmp_path / name)
+        torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
+    save_model(model, tmp_path / "plain", max_shard_size=300)  # of one process
+    files = [sorted((tmp_path / name).iterdir()) for name in ("model", "plain")]
+    assert len(files[1]) == 6
+    for found, plain in zip(*files, strict=True):
+        assert found.name == plain.name
+        if plain.suffix == ".json":
+            assert found.read_text() == plain.read_text()
+            continue
+        (tensors, tied), (wanted, wanted_tied) = map(read_tensors, (found, plain))
+        torch.testing.assert_close(tensors, wanted, rtol=0, atol=0)
+        assert tied == wanted_tied
+
+
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2"])
 def test_a_state_takes_the_place_of_weights_that_are_not_finite(ranks2, layout, tmp_path):
     def recovered() -> Any:
@@ -559,6 +588,7 @@ def test_weights_that_are_set_by_hand_are_exported_and_trained(ranks2, stage, pr
         def step(number: int) -> Any:
             updated(model, optimizer, [number], accelerator)
             accelerator.save_model(model, tmp_path / "model")
+            accelerator.wait_for_everyone()  # in stage 0 the main process writes, as with DDP
             assert bool(export()) == (accelerator.is_main_process or stage == 0)
             saved = load_weights(tmp_path / "model")
             torch.testing.assert_close(export() or saved, saved, rtol=0, atol=0)

@@ -684,6 +684,7 @@ def train_by_hand(layout: dict[str, Any], folder: Path, steps: range) -> Any:
                 schedule.step()
                 optimizer.zero_grad()
         accelerator.save_state(folder)
+        accelerator.save_model(model, folder / "model", max_shard_size=4000)
         return accelerator.get_state_dict(model), norms, str(accelerator.distributed_type)
 
 
@@ -691,6 +692,11 @@ def test_an_own_loop_on_divided_layers_trains_saves_and_resumes(ranks2, ranks, t
     given = LAYOUTS["tp2"][1]
     (expected,) = ranks(1)(lambda: train_by_hand({}, tmp_path / "one", range(10)))
     found = ranks2(lambda: train_by_hand(given, tmp_path / "two", range(10)))
+    for folder, (weights, *_) in (("one", expected), ("two", found[0])):
+        files = sorted((tmp_path / folder / "model").glob("*.safetensors"))
+        assert len(files) > 5
+        saved = {name: each for file in files for name, each in read_tensors(file)[0].items()}
+        torch.testing.assert_close(saved, weights, rtol=0, atol=0)
     torch.testing.assert_close(found[0][0], expected[0], rtol=0, atol=2e-5)
     assert found[0][1] == pytest.approx(expected[1], abs=1e-6)
     assert found[0][2] == "DistributedType.MEGATRON_LM"

@@ -89,6 +89,9 @@ def gpt(arguments: dict[str, Any], **options: Any) -> Any:
 
     tied = options.pop("tied", False)
     defaults: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "use_cpu_initialization": True,
@@ -99,12 +102,7 @@ def gpt(arguments: dict[str, Any], **options: Any) -> Any:
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=16,
-        num_attention_heads=2,
-        **{**defaults, **arguments, **options},
-    )
+    config = TransformerConfig(**{**defaults, **arguments, **options})
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(),

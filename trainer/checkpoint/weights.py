@@ -104,16 +104,17 @@ def separate_tied(
     tied: dict[str, str] = {}
     first_name: dict[tuple[object, ...], str] = {}
     for name, value in state_dict.items():
-        if not isinstance(value, torch.Tensor):
+        if not (isinstance(value, torch.Tensor) or is_sharded(value)):
             tensors[name] = extra_state_tensor(name, value)
             continue
-        if is_lazy(value):
+        tensor: Any = value
+        if is_lazy(tensor):
             continue
-        first = first_name.setdefault(_memory(value), name) if value.numel() else name
+        first = first_name.setdefault(_memory(tensor), name) if tensor.numel() else name
         if first != name and name != "format":
             tied[name] = first
         else:
-            tensors[name] = value
+            tensors[name] = tensor
     return tensors, tied
 
 
@@ -224,7 +225,7 @@ def write_model(
     safe_serialization: bool,
     *,
     writes: bool = True,
-    state: Mapping[str, Any] | None = None,
+    parts: Callable[[torch.nn.Module], Mapping[str, Any] | None] = lambda model: None,  # noqa: ARG005
     step: Callable[[Callable[[], None]], object] = lambda work: work(),
 ) -> None:
     """Save weights as :func:`save_model` does; for a sharded model collective.
@@ -238,13 +239,13 @@ def write_model(
         max_shard_size: The same.
         safe_serialization: The same.
         writes: Whether this process writes.
-        state: The weights, if the model does not have them.
+        parts: Returns what this process holds of the weights; None if the model has them.
         step: Runs each step, so that all processes raise if it fails on one.
     """
     limit = parse_size(max_shard_size, "max_shard_size")
     folder = Path(with_home("save_directory", save_directory))
-    export = _Export(model, folder, WEIGHTS_NAME if safe_serialization else BIN_NAME, writes, state)
-    step(export.begin)
+    export = _Export(model, folder, WEIGHTS_NAME if safe_serialization else BIN_NAME, writes)
+    step(lambda: export.begin(parts(model)))
     shards = plan_shards(export.tensors, limit)
     files = _names(export.name, len(shards))
     try:
@@ -270,22 +271,22 @@ class _Export:
         folder: Path,
         name: str,
         writes: bool,
-        state: Mapping[str, Any] | None,
     ) -> None:
-        # With its variables, so that tied tensors are the same objects.
-        state_dict = with_offloaded(model, model.state_dict(keep_vars=True))
-        self._state = dict(bare_names(model, state_dict.items())) if state is None else dict(state)
-        self._folder, self.name, self._writes = folder, name, writes
+        self._model, self._folder, self.name, self._writes = model, folder, name, writes
         self.tensors: dict[str, torch.Tensor] = {}
         self._tied: dict[str, str] = {}
         self.staged: dict[Path, Path] = {}
 
-    def begin(self) -> None:
+    def begin(self, parts: Mapping[str, Any] | None) -> None:
         """Check what is saved, and create the folder."""
+        if parts is None:
+            # With its variables, so that tied tensors are the same objects.
+            parts = with_offloaded(self._model, self._model.state_dict(keep_vars=True))
+        state = dict(bare_names(self._model, parts.items()))
         if self._writes and self._folder.exists() and not self._folder.is_dir():
             raise NotADirectoryError(f"{self._folder} is a file; save_directory must be a folder.")
-        _check_not_meta(self._state)
-        tensors, self._tied = separate_tied(self._state)
+        _check_not_meta(state)
+        tensors, self._tied = separate_tied(state)
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         if self._writes:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -440,7 +441,7 @@ def _parse(size: Any) -> int | None:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _names(name: str, count: int) -> list[str]:

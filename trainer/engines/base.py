@@ -176,9 +176,12 @@ class Weights:
         """Return whole tensors under the names of the user's module; collective."""
         return bare_state_dict(module)
 
-    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return weights for use elsewhere, such as in 16 bits; see `full_state_dict`."""
-        return self.full_state_dict(module)
+    def exported_parts(self, module: nn.Module) -> Mapping[str, Any] | None:
+        """Return what this process holds of the weights for use elsewhere, such as in 16 bits.
+
+        `full_state_dict` has the same, whole; see `parts` for the result.
+        """
+        return self.parts(module)
 
     # ARG002: an interface
     def parts(self, module: nn.Module, *, to_fill: bool = False) -> Mapping[str, Any] | None:  # noqa: ARG002

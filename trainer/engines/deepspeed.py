@@ -35,7 +35,6 @@ from trainer.engines.base import EngineOptions, Gradients
 from trainer.engines.driving import DrivenWeights, DrivesOptimizer, Prepared, trained
 from trainer.engines.single import STEPS, attribute_restorer
 from trainer.enums import DistributedType
-from trainer.names import bare_names, unwrapped
 from trainer.optim.optimizer import twin_of
 from trainer.state import GradientState
 from trainer.tree import LocalShards, fill_, shards_of_range
@@ -769,18 +768,31 @@ class ZeroWeights(DrivenWeights):
         engine = self._engine
         if engine._engine is not None:
             engine._take_weights() if to_fill else engine._attach_weights()
-        tensors = module.state_dict(keep_vars=True)
         updated = {} if engine._client is None else engine._flats()
         # To be filled are the masters themselves, whatever the model has.
         copies = () if to_fill else engine._copies()
         copied = {id(master): weights for weights, master in copies}
-        held = {}
-        for value in tensors.values():
+
+        def held(value: Any) -> Any:
             master = updated.get(id(value))
-            held[id(value)] = self._held(value, master, copied.get(id(master)))
-        return {name: held[id(value)] for name, value in tensors.items()}
+            return self._held(value, master, copied.get(id(master)))
+
+        return _each_once(held, module)
+
+    def exported_parts(self, module: nn.Module) -> dict[str, Any]:
+        """Return what this process holds of the weights for use elsewhere.
+
+        They are those of the model, in 16 bits, if the plugin's `zero3_save_16bit_model` is True.
+        """
+        engine = self._engine
+        if not engine.plugin.zero3_save_16bit_model:
+            return self.parts(module)
+        if engine._engine is not None:
+            engine._attach_weights()
+        return _each_once(partial(self._held, master=None, weights=None), module)
 
     def _held(self, value: Any, master: Tensor | None, weights: Tensor | None) -> Any:
+        """Return what this process holds of a weight, or of the master that is updated."""
         engine = self._engine
         if master is not None and engine.stage:
             return engine._shards(value, master, weights)
@@ -797,20 +809,12 @@ class ZeroWeights(DrivenWeights):
         """Give the model the weights that were loaded; collective."""
         self._engine._give_weights()
 
-    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the weights for use elsewhere; see `full_state_dict`.
 
-        They are in 16 bits if the plugin's `zero3_save_16bit_model` is True.
-        """
-        whole = self.full_state_dict(module)
-        if not self._engine.plugin.zero3_save_16bit_model:
-            return whole
-        model = unwrapped(module)
-        tensors = dict(bare_names(model, model.state_dict(keep_vars=True).items()))
-        return {
-            name: value.to(tensors[name].dtype) if isinstance(value, Tensor) else value
-            for name, value in whole.items()
-        }
+def _each_once(function: Callable[[Any], Any], module: nn.Module) -> dict[str, Any]:
+    """Return the function's result for each value of a state dict; tied ones have the same."""
+    state = module.state_dict(keep_vars=True)
+    found = {id(value): function(value) for value in state.values()}
+    return {name: found[id(value)] for name, value in state.items()}
 
 
 def _take_back_torch() -> Callable[..., Tensor] | None:

@@ -284,10 +284,14 @@ class DrivenWeights(Weights):
         """Return what this process holds of the weights that the library updates."""
         raise NotImplementedError
 
+    def exported_parts(self, module: nn.Module) -> dict[str, Any]:
+        """See `Weights.exported_parts`."""
+        return self.parts(module)
+
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole weights; where they are divided, on the host of rank 0, and {} elsewhere."""
         model = unwrapped(module)
-        named = bare_names(model, self.parts(model).items())
+        named = bare_names(model, self.exported_parts(model).items())
         if not self._engine.parallel.divides_state:
             return dict(named)
         return gathered_on_first(named, self._engine.options.rank)

@@ -213,6 +213,15 @@ def pixels(name: str, images: Any) -> list[Any]:
     return list(array) if layout.startswith("N") else [array]
 
 
+def to_pil(image: Any) -> Any:
+    """Return an array of shape `(H, W)` or `(H, W, C)` as a PIL image, and others unchanged."""
+    if not hasattr(image, "shape"):
+        return image
+    from PIL import Image
+
+    return Image.fromarray(image.squeeze())
+
+
 def render_figure(figure: Any) -> Any:
     """Draw a matplotlib figure.
 
@@ -293,9 +302,8 @@ def table_of(
     return list(columns), [[python_number(cell) for cell in row] for row in data]
 
 
-def to_csv(name: str, columns: Sequence[Any] | None, data: Any, dataframe: Any) -> str:
-    """Return a table as the text of a CSV file; see `table_of`."""
-    names, rows = table_of(name, columns, data, dataframe)
+def to_csv(columns: list[str], rows: list[list[Any]]) -> str:
+    """Return a table as the text of a CSV file."""
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([names, *rows])
+    csv.writer(text).writerows([columns, *rows])
     return text.getvalue()

@@ -10,17 +10,10 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from trackers.base import ServiceTracker, isolate_random_generator
-from trackers.media import (
-    flatten,
-    pixels,
-    plain,
-    render_figure,
-    require_path,
-    scalars_and_texts,
-    to_csv,
-)
+from trackers.base import isolate_random_generator
+from trackers.media import flatten, plain, render_figure, to_csv
 from trackers.registry import register_tracker
+from trackers.service import MediaTracker
 from trainer import environment
 from trainer.errors import module_logger
 
@@ -51,7 +44,7 @@ def _open_run() -> str | None:
 
 
 @register_tracker
-class MLflowTracker(ServiceTracker):
+class MLflowTracker(MediaTracker):
     """A run at MLflow: on its server, or in its local database.
 
     The tracking URI is that of ``MLFLOW_TRACKING_URI`` or ``mlflow.set_tracking_uri``; without
@@ -85,9 +78,7 @@ class MLflowTracker(ServiceTracker):
     """
 
     name = "mlflow"
-    requires_logging_directory = False
     requires_package = "mlflow"
-    has_projects = True
 
     def __init__(
         self,
@@ -103,13 +94,13 @@ class MLflowTracker(ServiceTracker):
         name: str | None = None,
     ) -> None:
         self.experiment_name = environment.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        super().__init__(self.experiment_name or "")
         self.logging_dir = logging_dir
         self.tags = _tags(tags)
         self.run_name = run_name or name
         self.tracking_uri = tracking_uri
         self.client: Any = None
         self._requested_run_id = environment.read("MLFLOW_RUN_ID") or run_id
-        self._previous: tuple[str | None, int | None] = (None, None)
         self._created_run_id: str | None = None  # a run whose start has failed afterwards
         self._resume_step: int | None = None  # the step from which it resumes
         self._logged_steps: dict[str, set[int]] = {}  # later steps that MLflow has, by name
@@ -122,10 +113,6 @@ class MLflowTracker(ServiceTracker):
         if self._requested_run_id is None and tracking_uri is None and not nested:
             self._requested_run_id = open_run
         self._joined = self._requested_run_id is not None and self._requested_run_id == open_run
-
-    def resume(self, run_id: str | None, step: int | None) -> None:
-        """Continue a run, unless the arguments name another one."""
-        self._previous = (run_id, step)
 
     def start(self) -> None:
         """Begin the run, or continue it."""
@@ -205,24 +192,17 @@ class MLflowTracker(ServiceTracker):
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         self.client.log_text(self.run_id, text, "configuration.yaml")
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers as metrics, texts as tags, and dicts under names "outer/inner".
+    def _log_scalars(
+        self, numbers: dict[str, float], texts: dict[str, str], step: int | None, **kwargs: Any
+    ) -> None:
+        """Record numbers as metrics, and texts as tags.
 
         Characters in names that MLflow does not accept become underscores, and empty parts, as in
         "a//b", are left out; names are cut to 250 characters.
-
-        Args:
-            values: names and numbers, tensors or arrays of one element, texts, or dicts of these.
-            step: the number of optimizer updates so far.
-            **kwargs: for `MlflowClient.log_batch`.
-
-        Raises:
-            TypeError: a value is none of these. The others are recorded.
         """
         from mlflow.entities import Metric
 
-        run, (numbers, texts, error) = self.tracker.info.run_id, scalars_and_texts(values)
-        now = int(1000 * time())
+        run, now = self.tracker.info.run_id, int(1000 * time())
         metrics = [
             Metric(_name(name), float(number), now, step or 0)
             for name, number in numbers.items()
@@ -232,8 +212,6 @@ class MLflowTracker(ServiceTracker):
             self.client.log_batch(run, metrics=metrics[first : first + _METRICS], **kwargs)
         for name, text in texts.items():
             self.client.set_tag(run, _name(name), text)
-        if error is not None:
-            raise error
 
     def _has(self, name: str, step: int | None) -> bool:
         """Return whether MLflow has a value that a killed run logged after its last checkpoint."""
@@ -246,39 +224,14 @@ class MLflowTracker(ServiceTracker):
             }
         return step in self._logged_steps[name]
 
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images; those of a batch are named "name/0", "name/1" and so on.
+    def _log_image(self, name: str, picture: Any, step: int | None, **kwargs: Any) -> None:
+        run = self.tracker.info.run_id
+        self.client.log_image(run, picture, key=_name(name), step=step, **kwargs)
 
-        Args:
-            values: names and tensors or arrays of one image or a batch, with the channels first or
-                last: floats in [0, 1] or bytes; PIL images; or lists of these.
-            step: the number of optimizer updates so far.
-            **kwargs: for `MlflowClient.log_image`.
-
-        Raises:
-            ValueError: a shape is not that of an image.
-        """
-        for name, images in values.items():
-            pictures = pixels(name, images)
-            for number, image in enumerate(pictures):
-                key = _name(name if len(pictures) == 1 else f"{name}/{number}")
-                self._log_image(image, key, step, **kwargs)
-
-    def _log_image(self, image: Any, key: str, step: int | None, **kwargs: Any) -> None:
-        self.client.log_image(self.tracker.info.run_id, image, key=key, step=step, **kwargs)
-
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,  # noqa: ARG002  # an interface
+    def _log_table(
+        self, name: str, columns: list[str], rows: list[list[Any]], step: int | None, **_: Any
     ) -> None:
-        """Record a table as a CSV file in ``tables``, see `GeneralTracker.log_table`."""
-        text = to_csv(table_name, columns, data, dataframe)
-        self._log_file(text, "tables", table_name, step, "csv")
+        self._log_as_file(to_csv(columns, rows), "tables", name, step, "csv")
 
     def log_figure(
         self,
@@ -293,36 +246,27 @@ class MLflowTracker(ServiceTracker):
 
         Or one figure as a file, as MLflow does: ``log_figure(figure, "plots/loss.png")``.
         """
-        if not isinstance(values, dict):
-            figure = values if figure is None else figure
-            path = step if artifact_file is None else artifact_file
-            pixels = render_figure(figure)
-            self.client.log_image(self.tracker.info.run_id, pixels, artifact_file=path, **kwargs)
+        if isinstance(values, dict):
+            super().log_figure(values, step, **kwargs)
             return
-        for name, value in values.items():
-            self._log_image(render_figure(value), _name(name), step, **kwargs)
+        pixels = render_figure(values if figure is None else figure)
+        path = step if artifact_file is None else artifact_file
+        self.client.log_image(self.tracker.info.run_id, pixels, artifact_file=path, **kwargs)
 
-    def log_text(
-        self,
-        values: dict[str, str],
-        step: int | None = None,
-        **kwargs: Any,  # noqa: ARG002  # an interface
-    ) -> None:
-        """Record each as a file in ``texts``, see `GeneralTracker.log_text`."""
-        for name, value in values.items():
-            self._log_file(value, "texts", name, step, "txt")
+    def _log_text(self, name: str, text: str, step: int | None, **_: Any) -> None:
+        self._log_as_file(text, "texts", name, step, "txt")
 
-    def _log_file(self, text: str, folder: str, name: str, step: int | None, suffix: str) -> None:
+    def _log_as_file(self, text: str, folder: str, name: str, step: int | None, kind: str) -> None:
         at = "" if step is None else f"-{step}"
-        path = f"{folder}/{_name(name)}{at}.{suffix}"
+        path = f"{folder}/{_name(name)}{at}.{kind}"
         self.client.log_text(self.tracker.info.run_id, text, path)
 
     def log_artifact(
         self,
         path: str | os.PathLike[str] | None = None,
         name: str | None = None,
-        kind: str = "artifact",  # noqa: ARG002  # MLflow has no kinds
-        step: int | None = None,  # noqa: ARG002  # an interface
+        kind: str = "artifact",
+        step: int | None = None,
         *,
         local_path: str | os.PathLike[str] | None = None,
         artifact_path: str | None = None,
@@ -334,8 +278,8 @@ class MLflowTracker(ServiceTracker):
             path: the file or the folder.
             name: the folder among the run's files; by default that of a file is their root, and
                 that of a folder has its name. "" is the root.
-            kind: has no effect.
-            step: has no effect.
+            kind: "model" adds ``step-100`` to the folder.
+            step: see `kind`.
             local_path: another name of `path`, MLflow's.
             artifact_path: another name of `name`, MLflow's.
             **kwargs: has no effect.
@@ -347,8 +291,14 @@ class MLflowTracker(ServiceTracker):
         source = local_path if path is None else path
         if source is None:
             raise TypeError("log_artifact needs path, the file or the folder.")
-        path, run = require_path(source), self.tracker.info.run_id
-        folder = artifact_path if name is None else name
+        super().log_artifact(source, artifact_path if name is None else name, kind, step)
+
+    def _log_file(
+        self, path: Path, name: str | None, kind: str, step: int | None, **_: Any
+    ) -> None:
+        folder, run = name, self.tracker.info.run_id
+        if kind == "model" and step is not None:
+            folder = f"{name}/step-{step}"
         if path.is_dir():
             self.client.log_artifacts(run, str(path), path.name if folder is None else folder)
         else:
@@ -360,26 +310,5 @@ class MLflowTracker(ServiceTracker):
         """Record the files of a folder, by default at the root of the run's files."""
         self.log_artifact(local_dir, artifact_path or "")
 
-    def log_model(
-        self,
-        path: str | os.PathLike[str],
-        name: str | None = None,
-        step: int | None = None,
-        **kwargs: Any,  # noqa: ARG002  # an interface
-    ) -> None:
-        """Record weights or a checkpoint as files in ``model/step-100``, or under its name.
-
-        Raises:
-            FileNotFoundError: there is nothing at the path.
-        """
-        folder = name or "model"
-        self.log_artifact(path, folder if step is None else f"{folder}/step-{step}")
-
-    def finish(self) -> None:
-        """Close the run as finished, failed or, if it was preempted, killed.
-
-        One that the script has open stays so.
-        """
-        run, self._opened = self._opened, None
-        if run is not None and not self._joined:
-            self.client.set_terminated(run.info.run_id, _STATES.get(self.status, "FINISHED"))
+    def _end(self, run: Any) -> None:
+        self.client.set_terminated(run.info.run_id, _STATES.get(self.status, "FINISHED"))

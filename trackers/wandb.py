@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import html
 import os
-import re
-import secrets
 from datetime import date
+from pathlib import Path
 from typing import Any
 
-from trackers.base import ServiceTracker
-from trackers.media import finite_values, pixels, plain, render_figure, require_path, table_of
+from trackers.media import finite_values, plain
 from trackers.registry import register_tracker
+from trackers.service import MediaTracker, file_name
 from trainer.strict_json import python_number
 
 
@@ -82,7 +81,7 @@ def _reset_service() -> bool:
 
 
 @register_tracker
-class WandBTracker(ServiceTracker):
+class WandBTracker(MediaTracker):
     """A run at Weights & Biases, or on disk with ``mode="offline"``.
 
     Every value is recorded with its ``global_step``, which is the horizontal axis of the charts. A
@@ -101,26 +100,12 @@ class WandBTracker(ServiceTracker):
     """
 
     name = "wandb"
-    requires_logging_directory = False
     requires_package = "wandb"
-    has_projects = True
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self._previous: tuple[str | None, int | None] = (None, None)
-        self._new_id: str | None = None  # the id of a run that has not begun yet
+        super().__init__(run_name, **kwargs)
         self._start_failed = False  # whether `start` failed before
         self._rows = Rows()
-
-    @property
-    def run(self) -> Any:
-        """The `wandb.Run`, under the name that accelerate's tracker has for it."""
-        return self.tracker
-
-    def resume(self, run_id: str | None, step: int | None) -> None:
-        """Continue a run, unless the arguments of `wandb.init` name another one."""
-        self._previous = (run_id, step)
 
     def start(self) -> None:
         """Begin the run, or continue it."""
@@ -138,11 +123,7 @@ class WandBTracker(ServiceTracker):
         if previous is not None:
             options = {"id": previous, "resume": "allow", **options}
         elif "run_id" not in settings:
-            # Choose the id here: W&B may respond only after the first checkpoint, which stores it.
-            # Use the same id in each attempt, since W&B may have begun the run although the call
-            # failed.
-            self._new_id = self._new_id or secrets.token_hex(4)
-            options.setdefault("id", self._new_id)
+            options.setdefault("id", self._choose_id())
         self.run_id = options.get("id")
         self._start_failed = True
         run: Any
@@ -187,50 +168,26 @@ class WandBTracker(ServiceTracker):
             numbers["global_step"] = step
         self.tracker.log(numbers, step=row, **kwargs)
 
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images.
-
-        Args:
-            values: names and tensors or arrays of one image or a batch, with the channels first or
-                last: floats in [0, 1] or bytes; or lists of what `wandb.Image` takes.
-            step: the number of optimizer updates so far.
-            **kwargs: for `wandb.Run.log`.
-
-        Raises:
-            ValueError: a shape is not that of an image.
-        """
-        import wandb
-
-        def to_images(name: str, images: Any) -> list[Any]:
-            if isinstance(images, (list, tuple)):
-                return [picture for item in images for picture in to_images(name, item)]
-            if isinstance(images, wandb.Image):
-                return [images]
-            pictures = pixels(name, images) if hasattr(images, "shape") else [images]
-            return [wandb.Image(picture) for picture in pictures]
-
-        self.log({name: to_images(name, value) for name, value in values.items()}, step, **kwargs)
-
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
+    def _log_pictures(
+        self, name: str, pictures: list[Any], step: int | None, **kwargs: Any
     ) -> None:
-        """Record a table as a `wandb.Table`, see `GeneralTracker.log_table`."""
         import wandb
 
-        names, rows = table_of(table_name, columns, data, dataframe)
-        headers: list[Any] = [str(name) for name in names]
+        made = [each if isinstance(each, wandb.Image) else wandb.Image(each) for each in pictures]
+        self.log({name: made}, step, **kwargs)
+
+    def _log_table(
+        self, name: str, columns: list[str], rows: list[list[Any]], step: int | None, **kwargs: Any
+    ) -> None:
+        import wandb
+
+        headers: list[Any] = [*columns]
         cells = [[_cell(value) for value in row] for row in rows]
         try:
             table = wandb.Table(columns=headers, data=cells)
         except TypeError:  # a column mixes types, which W&B does not allow
             table = wandb.Table(columns=headers, data=cells, allow_mixed_types=True)
-        self.log({table_name: table}, step, **kwargs)
+        self.log({name: table}, step, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record each as a `wandb.Histogram`, see `GeneralTracker.log_histogram`."""
@@ -239,48 +196,18 @@ class WandBTracker(ServiceTracker):
         histograms = {n: wandb.Histogram(finite_values(n, value)) for n, value in values.items()}
         self.log(histograms, step, **kwargs)
 
-    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record each as an image, see `GeneralTracker.log_figure`."""
+    def _log_text(self, name: str, text: str, step: int | None, **kwargs: Any) -> None:
         import wandb
 
-        images = {name: wandb.Image(render_figure(value)) for name, value in values.items()}
-        self.log(images, step, **kwargs)
+        page = wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+        self.log({name: page}, step, **kwargs)
 
-    def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Record each as a page of preformatted text, see `GeneralTracker.log_text`."""
-        import wandb
-
-        def page(text: str) -> Any:
-            return wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
-
-        self.log({name: page(value) for name, value in values.items()}, step, **kwargs)
-
-    def log_artifact(
-        self,
-        path: str | os.PathLike[str],
-        name: str | None = None,
-        kind: str = "artifact",
-        step: int | None = None,
-        **kwargs: Any,
+    def _log_file(
+        self, path: Path, name: str | None, kind: str, step: int | None, **kwargs: Any
     ) -> None:
-        """Record a file or a folder as a version of an artifact.
-
-        Args:
-            path: the file or the folder.
-            name: the name of the artifact; by default the path's name, with dashes in place of
-                characters that W&B does not allow.
-            kind: the artifact's type at W&B.
-            step: the number of optimizer updates so far: the version has the alias ``step-100``.
-            **kwargs: for `wandb.Artifact`, for example `metadata`.
-
-        Raises:
-            FileNotFoundError: there is nothing at the path.
-        """
         import wandb
 
-        path = require_path(path)
-        name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name)
-        artifact = wandb.Artifact(name, type=kind, **kwargs)
+        artifact = wandb.Artifact(name or file_name(path.name), type=kind, **kwargs)
         if path.is_dir():
             artifact.add_dir(str(path))
         else:
@@ -296,16 +223,11 @@ class WandBTracker(ServiceTracker):
         **kwargs: Any,
     ) -> None:
         """Record weights or a checkpoint as a version of a model, ``model-<run id>`` by default."""
-        self.log_artifact(path, name or f"model-{self.tracker.id}", "model", step, **kwargs)
+        super().log_model(path, name or f"model-{self.tracker.id}", step, **kwargs)
 
-    def finish(self) -> None:
-        """Close the run as finished, failed or preempted, unless the script has opened it."""
-        run, self._opened = self._opened, None
-        self._new_id = None
-        if run is None or self._joined:
-            return
+    def _end(self, run: Any) -> None:
         if self.status == "preempted":
             run.mark_preempting()  # with a non-zero exit code, W&B then shows it as preempted
-        if self.status != "running":  # "running": it is unknown how the run ended
+        if self.status != "running":
             run.summary["status"] = self.status
         run.finish(exit_code=0 if self.status in ("running", "finished") else 1)

@@ -1,11 +1,13 @@
 """The thread that makes a tracker's calls one after the other, and retries failed ones."""
 
 import contextlib
+import contextvars
 import errno
 import random
 import threading
 import time
 from concurrent.futures import Future, wait
+from functools import partial
 
 from trackers.base import GeneralTracker
 from trackers.pending import Call, DroppedRange, Pending, RecordReplay, log_call
@@ -89,9 +91,10 @@ class Worker:
         """Start the thread with a call that precedes all waiting ones."""
         self.replay = replay
         self.pending.can_replay = replay is not None
-        self.thread = threading.Thread(
-            target=self._run, args=(call,), name=f"tracker-{self._tracker.name}", daemon=True
-        )
+        # In the caller's context, where some SDKs keep the run that the script has open.
+        run = partial(contextvars.copy_context().run, self._run, call)
+        name = f"tracker-{self._tracker.name}"
+        self.thread = threading.Thread(target=run, name=name, daemon=True)
         self.thread.start()
 
     def submit(self, call: Call) -> bool:

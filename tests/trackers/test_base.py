@@ -259,8 +259,8 @@ def test_unknown_name_gives_choices_and_nearest():
         ValueError, match=r"'tensorbord'.*'all', .*'tensorboard'.*mean 'tensorboard'"
     ):
         resolve("tensorbord")
-    with pytest.raises(ValueError, match=r"is 'aim'.*register_tracker"):
-        resolve("aim")
+    with pytest.raises(ValueError, match=r"is 'neptune'.*register_tracker"):
+        resolve("neptune")
 
 
 @pytest.mark.parametrize("wrong", [3, int, [None]])

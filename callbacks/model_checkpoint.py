@@ -8,6 +8,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 import torch
 
@@ -34,6 +35,18 @@ _NAME = re.compile(r"step-[0-9]{8,}")  # what `_name_at` returns
 
 def _name_at(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _checked_url(mirror: str) -> str:
+    parts = urlsplit(mirror)
+    if not parts.scheme:
+        raise ValueError(f"mirror is {mirror!r}; it is a URL such as 's3://bucket/run'.")
+    if parts.password:
+        raise ValueError(
+            "mirror holds a password, which would be logged. Pass credentials by the environment "
+            "or by the service's own files."
+        )
+    return mirror
 
 
 class ModelCheckpoint(Callback):
@@ -66,6 +79,10 @@ class ModelCheckpoint(Callback):
             run, ``warn`` logs a warning and keeps the existing checkpoints.
         dirpath: The folder of the checkpoints; None takes the Trainer's. Two instances in one run
             need different folders.
+        mirror: An fsspec URL such as ``"s3://bucket/run"``, one for each run. Committed checkpoints
+            are uploaded there in the background, and removed there when they are removed here. On a
+            new machine, ``ckpt_path="auto"`` fetches them. Credentials come from the environment or
+            the service's own files.
 
     Attributes:
         directory: The folder in use, None before ``fit``.
@@ -116,6 +133,7 @@ class ModelCheckpoint(Callback):
         background: bool = True,
         on_save_error: Literal["raise", "warn"] = "raise",
         dirpath: str | Path | None = None,
+        mirror: str | None = None,
     ) -> None:
         check_bools(
             on_preemption=on_preemption,
@@ -143,6 +161,7 @@ class ModelCheckpoint(Callback):
         self.background = background
         self.on_save_error = on_save_error
         self.dirpath = dirpath
+        self.mirror = None if mirror is None else _checked_url(mirror)
         self.directory: Path | None = None
         # All names are relative to the directory, so that a project folder can be moved.
         self._scores: dict[str, float] = {}  # the k best, best first

@@ -485,7 +485,7 @@ class Trainer:
                     requeue(int(ended.code or 0))
                 raise
             except KeyboardInterrupt:
-                run.saving.writer.abandon()
+                run.saving.abandon()
                 raise
             finally:
                 self.accelerator._run_engine = None
@@ -649,6 +649,7 @@ class Trainer:
                     on_each_node=self._context.project.on_each_node,
                     links=links or {},
                     displaces=displaces,
+                    mirror=run.saving.mirrors.get(target.parent),
                 ),
                 weights_only=weights_only,
                 background=background and self._run is run,  # after the fit nothing waits for it
@@ -760,6 +761,8 @@ class Trainer:
         """
         if self.keeps_checkpoints:
             remove_or_warn(Path(path))
+        if self._fit is not None and (mirror := self._fit.saving.mirrors.get(Path(path).parent)):
+            mirror.remove([Path(path)])
 
     # -- state of the run ----------------------------------------------------------------------
 
@@ -1262,7 +1265,7 @@ class Trainer:
         try:
             if isinstance(run, FitRun):
                 run.saving.pending_saves.give_up()
-                run.saving.writer.close()
+                run.saving.close()
                 run.step_sync.read_pending()
                 for epoch_iterator in (run.data.epoch_iterator, *run.eval_iterators):
                     epoch_iterator.close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.checkpoint.mirror import fetch, holds_any
 from trainer.checkpoint.save import (
     CHECKPOINT,
     Ranks,
@@ -66,6 +67,7 @@ class CheckpointFolders:
         lasting: Whether later starts have the same folder, as the user gave its path.
         writes: False for a trial run, which writes no files.
         on_each_node: Whether each machine keeps checkpoints, since they share no disk.
+        mirrors: The URL of each folder whose checkpoints are copied there.
         state: The ranks.
     """
 
@@ -75,6 +77,7 @@ class CheckpointFolders:
     lasting: bool = True
     writes: bool = True
     on_each_node: bool = False
+    mirrors: Mapping[Path, str] = field(default_factory=dict)
     state: Ranks = field(default_factory=PartialState)
 
     def given(self, ckpt_path: Any) -> Any:
@@ -164,6 +167,8 @@ class CheckpointFolders:
             run_on_all_ranks(what, lambda: [sweep(r) for r in roots if is_writer], state)
         if ckpt_path is None:
             return None
+        if ckpt_path in WORDS and self.writes:
+            fetch(self.mirrors, state, on_each_node=on_each_node)
         if ckpt_path == "best" or ckpt_path not in WORDS:
             best = self._best(roots) if ckpt_path == "best" else None
             path = _of_one_run(lambda: best or _existing(ckpt_path), state, on_each_node)
@@ -218,12 +223,15 @@ class CheckpointFolders:
             ValueError: A folder has checkpoints.
         """
         looks = is_writer_rank(self.state, self.on_each_node)
-        own_roots = [root for root in self.all_roots() if looks and committed(root)]
+        own_roots: list[Path | str] = [r for r in self.all_roots() if looks and committed(r)]
+        if self.state.is_main_process and self.writes:
+            own_roots += [url for url in self.mirrors.values() if holds_any(url)]
         taken = [root for of_rank in all_gather_object(own_roots) for root in of_rank]
         if taken and self.writes:
             raise ValueError(
                 f"{taken[0]} has the checkpoints of another run. To resume it, pass "
-                "fit(ckpt_path='auto'); to start a new one, give another project_dir."
+                "fit(ckpt_path='auto'); to start a new one, give another project_dir"
+                f"{' and mirror' if self.mirrors else ''}."
             )
 
     def check_branch(self, chosen: Path) -> None:

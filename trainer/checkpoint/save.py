@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -29,6 +29,9 @@ from trainer.checkpoint.storage import (
 )
 from trainer.distributed.guards import all_gather_payloads, collective_mismatch
 from trainer.errors import CheckpointError, DistributedOperationException, module_logger
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.mirror import Mirror
 
 logger = module_logger(__name__)
 
@@ -228,6 +231,7 @@ class SaveRequest:
         links: Symlinks to make after the commit, if True; see `trainer.checkpoint.storage.link`.
             Those with False are removed at last, if what they point to is gone.
         displaces: Checkpoints to remove after the links are made. Failures are logged.
+        mirror: Uploads it after the commit; None without one, and on other ranks than rank 0.
         operation: The public function that the user called, for :func:`run_on_all_ranks`.
     """
 
@@ -236,6 +240,7 @@ class SaveRequest:
     shared: bool = False
     links: Mapping[Path, bool] = field(default_factory=dict)
     displaces: Sequence[Path] = ()
+    mirror: Mirror | None = None
     operation: str = CHECKPOINT
 
     def absolute(self) -> SaveRequest:
@@ -338,6 +343,8 @@ def _link_and_remove(target: Path, request: SaveRequest) -> None:
     """Let links point to a committed checkpoint; then remove those that it displaces."""
     for link_path in (path for path, wanted in request.links.items() if wanted):
         link_or_warn(target, link_path)
+    if request.mirror is not None:
+        request.mirror.committed(target, request.displaces)
     for displaced in request.displaces:
         remove_or_warn(displaced)
     for link_path in (path for path, wanted in request.links.items() if not wanted):

@@ -8,8 +8,9 @@ reader sees a partial checkpoint::
     root/.cadence-staging-step-00000200/    a save in progress, or one that was killed
     root/.cadence-replaced-step-00000100/   the old checkpoint during a save that replaces it
     root/.cadence-trash-step-00000050/      a removal in progress, or one that was killed
+    root/.cadence-upload-step-00000100/     hard links, while its files are uploaded to a mirror
 
-Folders with the last three prefixes belong to the library; :func:`sweep` deletes or restores them.
+Folders with the last four prefixes belong to the library; :func:`sweep` deletes or restores them.
 Any other folder that is in the way may hold the user's data. It is quarantined: renamed, never
 deleted::
 
@@ -65,7 +66,8 @@ STAGING = ".cadence-staging"  # in a folder that is shared with the user's files
 _STAGING = ".cadence-staging-"
 _REPLACED = ".cadence-replaced-"
 _TRASH = ".cadence-trash-"
-LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
+_UPLOAD = ".cadence-upload-"
+LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash|upload)-(.+)")
 QUARANTINED = re.compile(r"(damaged|replaced|abandoned)-(step-\d{8,})(-\d+)?")
 NUMBERED = re.compile(r"checkpoint_(\d+)")  # automatic names of the Accelerator's checkpoints
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
@@ -168,9 +170,13 @@ def add_files(staging: Path, target: Path) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / name, target / name)
     sync_folders(target)
-    fields = {name: value for name, value in manifest.items() if name not in _OWN_FIELDS}
-    text = _manifest_text(fields, {**manifest["files"], **added})
+    text = _manifest_text(fields_of(manifest), {**manifest["files"], **added})
     write_whole(target / MANIFEST, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a manifest that its writer has given to `commit`."""
+    return {name: value for name, value in manifest.items() if name not in _OWN_FIELDS}
 
 
 def _manifest_text(fields: Mapping[str, Any], files: Mapping[str, Any]) -> str:
@@ -287,7 +293,7 @@ def verify(path: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) 
             in a folder that is a symlink. The message names the file.
     """
     manifest = read_manifest(path)
-    ours = _share_of(manifest["files"], *share)
+    ours = share_of_files(manifest["files"], *share)
     for name, expected in manifest["files"].items():
         file = path / name
         try:
@@ -309,7 +315,7 @@ def verify(path: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) 
     return manifest
 
 
-def _share_of(files: Mapping[str, Any], number: int, count: int) -> set[str]:
+def share_of_files(files: Mapping[str, Any], number: int, count: int) -> set[str]:
     """Return the files of one of `count` shares of about as many bytes."""
     filled = [0] * count
     ours = set()
@@ -577,6 +583,32 @@ def link(target: Path, name: Path) -> None:
     sync(name.parent)
 
 
+def link_files(path: Path) -> Path | None:
+    """Return a hidden folder with hard links to a checkpoint's files, which outlasts its removal.
+
+    Without hard links on the file system, the files are copied. The caller deletes the folder.
+
+    Returns:
+        The folder, beside the checkpoint; None if the checkpoint is damaged, or was removed or
+        replaced meanwhile.
+
+    Raises:
+        OSError: The disk fails.
+    """
+    links = path.with_name(_UPLOAD + path.name)
+    clear(links)
+    links.mkdir()
+    with suppress(FileNotFoundError, CheckpointError):
+        manifest = read_manifest(path)
+        for name in (*manifest["files"], MANIFEST):
+            (links / name).parent.mkdir(parents=True, exist_ok=True)
+            _name(path / name, links / name, links)
+        if read_manifest(links) == manifest:
+            return links
+    discard(links)
+    return None
+
+
 def locate(path: Path) -> Path:
     """Return ``path``, or its temporary name if a save was killed while replacing it."""
     old = _replaced_path(path)
@@ -672,7 +704,7 @@ def sweep(root: Path) -> list[Path]:
     """
     if not root.is_dir():
         return []
-    ours = (_STAGING, _REPLACED, _TRASH)
+    ours = (_STAGING, _REPLACED, _TRASH, _UPLOAD)
     leftovers = [
         entry
         for entry in sorted(root.iterdir())

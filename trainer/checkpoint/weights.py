@@ -225,7 +225,7 @@ def write_model(
     safe_serialization: bool,
     *,
     writes: bool = True,
-    parts: Callable[[torch.nn.Module], Mapping[str, Any] | None] = lambda model: None,  # noqa: ARG005
+    parts: Callable[[torch.nn.Module], Mapping[str, Any] | None] = lambda _: None,
     step: Callable[[Callable[[], None]], object] = lambda work: work(),
 ) -> None:
     """Save weights as :func:`save_model` does; for a sharded model collective.

@@ -97,6 +97,7 @@ class RunContext:
         return self.project.folders_with(
             [saver.root for saver in savers if saver.root is not None],
             [(saver.monitor, saver.mode) for saver in savers if saver.monitor is not None],
+            [(saver.root, saver.mirror) for saver in savers if saver.mirror is not None],
         )
 
 

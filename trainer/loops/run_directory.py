@@ -128,7 +128,10 @@ class Project:
         self.logs = folder / "logs"
 
     def folders_with(
-        self, of_callbacks: Sequence[Path], monitors: Sequence[tuple[str, str]]
+        self,
+        of_callbacks: Sequence[Path],
+        monitors: Sequence[tuple[str, str]],
+        mirrors: Sequence[tuple[Path | None, str]] = (),
     ) -> CheckpointFolders:
         """Return where the checkpoints lie, to choose one; see `CheckpointFolders`."""
         return CheckpointFolders(
@@ -138,6 +141,7 @@ class Project:
             lasting=self._fixed,
             writes=self._writes,
             on_each_node=self.on_each_node,
+            mirrors={root or self.checkpoints: url for root, url in mirrors},
         )
 
     def moved(self, folder: Path) -> Project:

@@ -350,6 +350,9 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
                 source=chosen,
             )
         )
+        folders = context.folders
+        if folders.writes and folders.mirrors:
+            on_main(lambda: run.saving.begin_mirrors(folders.mirrors, step))
         # Not in a single-process trial: it may end while the other ranks still connect.
         if run.world_size > 1:
             run.saving.writer.open()  # last: nothing can fail between this and its close

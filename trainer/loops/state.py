@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from callbacks import Interval, Progress
 from trainer.checkpoint.async_writer import Writer
+from trainer.checkpoint.mirror import Mirror, Remote
 from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
 from trainer.data.seeding import RunGenerators
 from trainer.distributed.step_sync import StepStats, StepSync
@@ -345,6 +347,7 @@ class CheckpointState:
             such as a validation; see `trainer.loops.fit.finish_update`.
         module_state: What hooks set on the module beside its weights.
         generators: The random generators whose states a checkpoint holds.
+        mirrors: What uploads the checkpoints of a folder, by folder; on rank 0.
     """
 
     writer: Final[Writer]
@@ -353,6 +356,30 @@ class CheckpointState:
     module_state: Final[ModuleState]
     generators: Final[RunGenerators]
     update_unfinished: bool = False
+    mirrors: dict[Path, Mirror] = field(default_factory=dict)
+
+    def begin_mirrors(self, urls: Mapping[Path, str], step: int) -> None:
+        """Upload the checkpoints of folders from now on; `step` is where the run starts."""
+        for root, url in urls.items():
+            self.mirrors[root] = Mirror(root, Remote(url), self.run_id, step)
+
+    def close(self) -> None:
+        """Wait for the save in flight, and for the uploads.
+
+        Raises:
+            CheckpointError: The save failed; raised on all ranks.
+        """
+        try:
+            self.writer.close()
+        finally:
+            for mirror in self.mirrors.values():
+                mirror.close()
+
+    def abandon(self) -> None:
+        """Do not wait for the save in flight nor for uploads, because the process is to end."""
+        self.writer.abandon()
+        for mirror in self.mirrors.values():
+            mirror.abandon()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which run it is, and whether a signal has ended it."""

@@ -63,8 +63,8 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
 
     Args:
         checkpoint: A folder with ``model.safetensors`` or shards and their index, such as
-            ``save_model`` and the Trainer write; or one of these files. Of a folder of
-            ``save_state``, the first model is taken.
+            ``save_model`` and the Trainer write; or one of these files, where one shard of a
+            checkpoint stands for all. Of a folder of ``save_state``, the first model is taken.
         output: A file that ends in ``.safetensors``.
 
     Raises:
@@ -73,13 +73,16 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
         CheckpointError: A file is missing or damaged, or shards contradict each other.
         OSError: Reading or writing fails.
     """
-    target, folder = Path(output), locate(Path(checkpoint))
+    target, source = Path(output), Path(checkpoint)
+    if source.name == INDEX or fnmatch(source.name, SHARD):
+        source = source.parent  # one of them alone has parts of tensors
+    folder = locate(source)
     sharded = (folder / INDEX).is_file() and not (folder / WEIGHTS_NAME).is_file()
     if target.suffix != ".safetensors":
         raise ValueError(f"The output is {os.fspath(output)!r}; it must end in '.safetensors'.")
     if target.is_dir():
         raise ValueError(f"The output {target} is a folder; give the path of a file in it.")
-    files = sorted(folder.glob(SHARD)) if sharded else _sources(Path(checkpoint))
+    files = sorted(folder.glob(SHARD)) if sharded else _sources(source)
     if target.exists() and any(target.samefile(file) for file in files):
         raise ValueError(f"The output {target} is one of the files to merge; give another path.")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +99,7 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
                 if name in weight_map:
                     raise CheckpointError(f"{name!r} is in {weight_map[name]} and in {file}.")
                 weight_map[name], tensors[name] = file, opened.get_tensor(name)
-    _check_against_index(Path(checkpoint), files, weight_map)
+    _check_against_index(source, files, weight_map)
     write_whole(target, partial(write_tensors, tensors, metadata=metadata))
     return Merged(
         files=tuple(files),

@@ -1,6 +1,7 @@
 """`BackgroundTracker`: runs a tracker's calls on a thread, through a queue."""
 
 import atexit
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -184,8 +185,10 @@ class BackgroundTracker(GeneralTracker):
                 f"The tracker {self.name!r} can be started only once. Make another one."
             )
         if isinstance(self.wrapped, ServiceTracker) and self.wrapped.imports_early:
+            state = random.getstate()
             with suppress(Exception):  # `start` will log it
                 import_module(self.wrapped.imports_early)
+            random.setstate(state)
         self._start_error = TimeoutError(f"The tracker {self.name!r} has not started yet.")
         self._worker.start(Call("start", self._begin, record=False), self.replay)
 

@@ -59,7 +59,14 @@ class ClearMLTracker(MediaTracker):
 
     def _begin(self, previous: str | None, step: int | None) -> Any:  # noqa: ARG002  # an interface
         from clearml import Task
+        from clearml.config import config_obj
 
+        if config_obj.get("sdk.development.report_use_subprocess", None) is None:
+            # By default ClearML forks a process for its reports, while the training goes on in
+            # other threads, and while its own thread starts git, which then may never return.
+            threads = {"sdk": {"development": {"report_use_subprocess": False}}}
+            config_obj.set_overrides(threads)
+        Task.set_random_seed(None)  # it would seed NumPy and torch in the midst of the training
         options: dict[str, Any] = {"reuse_last_task_id": False}
         options.update(auto_connect_frameworks=False, auto_connect_arg_parser=False)
         offline = Task.is_offline()

@@ -39,6 +39,7 @@ class MediaTracker(ServiceTracker):
 
     requires_logging_directory = False
     has_projects = True
+    imports_early = "rich.style"  # of many SDKs; it draws from Python's generator when imported
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         self.run_name: str | None = run_name

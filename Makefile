@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-more test-torch test-xla test-long gpu gpu-tests lint format coverage clean help
+.PHONY: demo test test-more test-torch test-xla test-trackers test-long gpu gpu-tests lint format coverage clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,20 @@ $(XLA)/.ready: pyproject.toml
 test-xla: $(XLA)/.ready  ## run the tests of XLA devices, on the CPU: PYTHON=python3.11
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/xla
 
+# Packages of trackers that do not fit beside the others: they need older protobuf, pillow and
+# filelock. To install them takes minutes.
+TRACKERS := .venv-trackers
+
+$(TRACKERS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		pytest pytest-timeout --editable '.[aim,clearml,dvclive,swanlab,trackio]'
+	touch $@
+
+test-trackers: $(TRACKERS)/.ready  ## run the tests of Aim, ClearML, DVCLive, SwanLab and Trackio
+	$(TRACKERS)/bin/python -m pytest tests/trackers/test_offline_services.py
+
 test-long: $(READY)  ## run the tests that take many minutes
 	$(BIN)/python -m pytest -m long
 
@@ -103,4 +117,4 @@ coverage: $(READY)  ## run every test and report uncovered lines
 	$(BIN)/python -m pytest --cov --cov-report=term-missing
 
 clean:  ## remove the environment and the caches
-	rm -rf $(VENV) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch-* $(TRACKERS) .mypy_cache .ruff_cache .pytest_cache

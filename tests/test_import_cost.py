@@ -16,16 +16,21 @@ ROOT = Path(__file__).resolve().parents[1]
 # Features that not everybody has installed, and what takes long to import.
 OPTIONAL = [
     "IPython",
+    "aim",
+    "clearml",
     "comet_ml",
     "deepspeed",
+    "dvclive",
     "matplotlib",
     "mlflow",
     "pandas",
     "rich",
     "sklearn",
+    "swanlab",
     "tensorboard",
     "torch.utils.tensorboard",
     "torchmetrics",
+    "trackio",
     "wandb",
 ]
 

@@ -440,7 +440,6 @@ _SAVED = "use Accelerator.save_state and load_state"
 _STEPPED = "the prepared optimizer does it in step()"
 _OPTIONS = "the choices are in the errors and docstrings of the plugins; write the value"
 _FILES = "the names of files are save_state's own; pass folders to it and to load_state"
-_TRACKERS = "such a tracker is not built in; write a class, see trackers.register_tracker"
 _QUANTIZED = "load_and_quantize_model does it"
 _DEVICE_MAP = "infer_auto_device_map and dispatch_model do it"
 _PIPELINE = "prepare_pippy does it"
@@ -461,8 +460,6 @@ _REASONS: dict[str, str] = {
     "start processes with debug_launcher": "test_launch",
     "states are singletons of a process, which its threads share": """
         do_nothing ThreadLocalSharedDict SharedDict""",
-    _TRACKERS: """
-        TrackioTracker AimTracker ClearMLTracker DVCLiveTracker SwanLabTracker""",
     "name trackers in log_with": "LOGGER_TYPE_TO_CLASS filter_trackers",
     _CONVERTED: """
         convert_model has_transformer_engine_layers contextual_fp8_autocast apply_fp8_autowrap""",

@@ -83,6 +83,9 @@ class ModelCheckpoint(Callback):
             are uploaded there in the background, and removed there when they are removed here. On a
             new machine, ``ckpt_path="auto"`` fetches them. Credentials come from the environment or
             the service's own files.
+        log_model: Record the best checkpoint as a model in all trackers that take one, when the
+            training ends (`GeneralTracker.log_model`). What a service has not taken within the
+            trackers' 30 seconds at the end is left behind.
 
     Attributes:
         directory: The folder in use, None before ``fit``.
@@ -134,8 +137,10 @@ class ModelCheckpoint(Callback):
         on_save_error: Literal["raise", "warn"] = "raise",
         dirpath: str | Path | None = None,
         mirror: str | None = None,
+        log_model: bool = False,
     ) -> None:
         check_bools(
+            log_model=log_model,
             on_preemption=on_preemption,
             on_exception=on_exception,
             save_weights_only=save_weights_only,
@@ -162,6 +167,7 @@ class ModelCheckpoint(Callback):
         self.on_save_error = on_save_error
         self.dirpath = dirpath
         self.mirror = None if mirror is None else _checked_url(mirror)
+        self.log_model = log_model
         self.directory: Path | None = None
         # All names are relative to the directory, so that a project folder can be moved.
         self._scores: dict[str, float] = {}  # the k best, best first
@@ -352,6 +358,10 @@ class ModelCheckpoint(Callback):
                 "finite. Make every a multiple of val_every."
             )
             logger.warning("No checkpoint was ranked by %r. %s", self.monitor, why)
+        best = self.best_model_path or self.last_model_path
+        if self.log_model and saved and best is not None:
+            for tracker in trainer.trackers:
+                tracker.log_model(best, step=int(best.name.removeprefix("step-")))
 
     def _due_at_end(self, trainer: Trainer) -> bool:
         return trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]

@@ -296,3 +296,42 @@ def test_the_trackers_are_at_hand_for_what_log_cannot_take(tmp_path):
     (run,) = wandb_runs(tmp_path)
     ((step, images),) = run.series("samples")
     assert (step, images["width"], images["height"]) == (6, 5, 4)
+
+
+def test_the_best_checkpoint_is_a_model_in_each_service_when_the_training_ends(tmp_path):
+    """The second update of three is the best; each service has its weights, byte for byte."""
+
+    class Scored(Line):
+        def on_train_step_end(self, *_):
+            self.log("score", {1: 2.0, 2: 1.0, 3: 3.0}[self.trainer.global_step], on_step=True)
+
+    mlflow_store(tmp_path / "mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}"
+    keeping = ModelCheckpoint(monitor="score", every=1, log_model=True)
+    trainer = quiet_trainer(
+        max_steps=3,
+        log_every=1,
+        project_dir=tmp_path / "run",
+        callbacks=[keeping],
+        log_with=[
+            WandBTracker("p", dir=str(tmp_path), **WANDB),
+            CometMLTracker("p", offline_directory=str(tmp_path / "comet"), **COMET),
+            MLflowTracker("p", str(tmp_path / "mlflow"), tracking_uri=uri),
+        ],
+    )
+    trainer.fit(Scored(), DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=4))
+    best = keeping.best_model_path
+    assert best.name == "step-00000002"
+    weights = (best / "model.safetensors").read_bytes()
+
+    [experiment] = comet_runs(tmp_path / "comet")
+    models = [one for one in experiment.uploads if one["upload_type"] == "model-element"]
+    assert {one["metadata"]["step"] for one in models} == {2}
+    assert weights in [experiment.content(one) for one in models]
+    [run] = mlflow_runs(tmp_path / "mlflow")
+    assert (run.files / "model/step-2/model.safetensors").read_bytes() == weights
+    [run] = wandb_runs(tmp_path)
+    [artifact] = run.artifacts
+    assert (artifact.type, sorted(artifact.aliases)) == ("model", ["latest", "step-2"])
+    sizes = {entry.path: entry.size for entry in artifact.manifest.contents}
+    assert sizes["model.safetensors"] == len(weights)

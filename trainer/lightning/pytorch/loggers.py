@@ -331,7 +331,7 @@ _INSTEAD = {
     "prefix": "log under longer names",
     "sub_dir": "give a longer name or version",
     "log_graph": "call self.logger.log_graph(self) in on_fit_start",
-    "log_model": "call self.logger.experiment.log_model in on_fit_end",
+    "log_model": "pass callbacks.ModelCheckpoint(log_model=True)",
     "experiment": "give the arguments of wandb.init",
 }
 

@@ -104,6 +104,33 @@ def resume(name: str, folder: Path) -> dict[str, Any]:
     return {**outcome(tracker), "runs": READERS[name](folder)}
 
 
+def join(name: str, folder: Path) -> dict[str, Any]:
+    """Log to a run that the script has open; say whether it is the same, and open afterwards."""
+    if name == "trackio":
+        import trackio
+
+        run = trackio.init("mine", name="own", embed=False, auto_log_cpu=False)
+    elif name == "swanlab":
+        import swanlab
+
+        run = swanlab.init(project="mine", mode="offline", log_dir=str(folder))
+    else:
+        from clearml import Task
+
+        run = Task.init("mine", "own", auto_connect_frameworks=False)
+    tracker = tracker_of(name, folder)
+    tracker.start()
+    tracker.log({"train/loss": 1.0}, 1)
+    joined = tracker.tracker is run
+    tracker.finish()
+    still_open = {
+        "trackio": lambda: trackio.context_vars.current_run.get() is run,
+        "swanlab": lambda: run.alive,
+        "clearml": lambda: Task.current_task() is run,
+    }
+    return {"joined": joined, "failures": tracker.failures, "open": still_open[name]()}
+
+
 def absent(name: str, folder: Path) -> dict[str, Any]:
     """Train with a service that is not there."""
     return fit(name, folder, **ABSENT.get(name, {}))
@@ -349,7 +376,7 @@ READERS = {
 
 if __name__ == "__main__":
     what, name, where = sys.argv[1:]
-    result = {"record": record, "resume": resume, "fit": fit, "absent": absent}[what](
+    result = {"record": record, "resume": resume, "fit": fit, "absent": absent, "join": join}[what](
         name, Path(where)
     )
     Path(where, f"{what}.json").write_text(json.dumps(result))

@@ -122,3 +122,8 @@ def test_a_fit_logs_what_the_local_record_has(name, tmp_path, reference):
 
 def test_a_service_that_is_not_there_changes_nothing(name, tmp_path, reference):
     assert run("absent", name, tmp_path)["records"] == reference
+
+
+@pytest.mark.parametrize("name", ["clearml", "swanlab", "trackio"], indirect=True)
+def test_a_run_that_the_script_has_opened_is_joined_and_stays_open(name, tmp_path):
+    assert run("join", name, tmp_path) == {"joined": True, "failures": 0, "open": True}

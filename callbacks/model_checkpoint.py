@@ -108,6 +108,7 @@ class ModelCheckpoint(Callback):
         "save_weights_only",
         "background",
         "on_save_error",
+        "mirror",
     )
 
     @suggest_arguments(

@@ -260,7 +260,7 @@ def test_dirpath_on_one_rank_alone_raises_on_all(ranks2):
     ("callback", "of_a_process"),
     [
         (EarlyStopping("loss"), {"verbose"}),
-        (ModelCheckpoint(), {"on_exception", "dirpath"}),
+        (ModelCheckpoint(), {"on_exception", "dirpath", "log_model"}),
         (SpikeDetection("loss", action="stop"), {"action"}),  # the others count only with "stop"
         (Timer("1 hour"), {"verbose"}),
     ],

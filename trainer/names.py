@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+EXTRA_STATE = "_extra_state"  # the last part of the key of what get_extra_state gives
 COMPILED = "_orig_mod"  # the child under which torch.compile(module) holds the module
 WRAPPED_AS = (COMPILED, "module")  # all names of such children; the latter may be a user's too
 

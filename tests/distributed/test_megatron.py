@@ -27,6 +27,7 @@ from trainer import Accelerator, MegatronLMPlugin, Preempted, Trainer, TrainModu
 from trainer.checkpoint.serialization import read_tensors
 from trainer.checkpoint.sharded_state import TensorFile
 from trainer.checkpoint.shards import merge_weights
+from trainer.checkpoint.weights import load_weights
 from trainer.tree import gathered, map_tree
 from trainer.utils import MegatronLMDummyScheduler, patch_environment
 
@@ -448,7 +449,8 @@ def test_every_tensor_is_the_same_on_another_layout(ranks, tmp_path):
         batch = 16 if loaded == "dp2" else 8  # of both replicas
         found, _ = tensors(loaded, name, batch=batch, max_steps=3, ckpt_path="auto")
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        assert {value.dtype for value in found[0].values()} == {torch.float32}
+        dtypes = {value.dtype for value in found[0].values() if value is not None}
+        assert dtypes == {torch.float32}
 
 
 def test_saved_weights_are_evaluated_on_another_layout(ranks, ranks2, tmp_path):
@@ -523,17 +525,133 @@ def test_checkpoints_have_late_buffers_and_each_weight_once(ranks, ranks2, layou
     merged = tmp_path / "merged.safetensors"
     merge_weights(cut, merged)
     expected, found = (read_tensors(path) for path in (one / "model.safetensors", merged))
-    plain = {n: each for n, each in expected[0].items() if not n.endswith("_extra_state")}
-    torch.testing.assert_close(found[0], plain, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2e-6)
     assert found[1] == expected[1]  # the other names of the layers
     assert any(name.startswith("layers.") for name in found[1])
     torch.testing.assert_close(found[0]["late"], torch.tensor([1.5, 2.5, 3.5]), rtol=0, atol=0)
     stored = [name for file in cut.glob("shard-*") for name in TensorFile(file).parts]
-    assert not any(name.startswith("layers.") for name in stored)
+    again = [name for name in stored if name.startswith("layers.")]
+    assert all(name.endswith("_extra_state") for name in again)
 
     whole = ranks2(lambda: train("whole", given, 5))[0]
     again = ranks2(lambda: train("cut", given, 5, ckpt_path="auto"))[0]
     torch.testing.assert_close(again, whole, rtol=0, atol=0)
+
+
+class Counts(torch.nn.Module):
+    """Has an extra state and a buffer, which are not divided."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.number, self.steps = first, 0
+        self.register_buffer("total", torch.tensor(1.0 + first))
+
+    def get_extra_state(self) -> Any:
+        return {"number": self.number, "steps": self.steps, "tensor": torch.arange(self.steps)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps, self.number = state["steps"], state["number"]
+
+
+class WithExtraStates(Net):
+    """Modules with extra states: outside the model, in all stages, and in each layer."""
+
+    first = 0  # what they begin with, as a run that goes on has it
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.counts, self.model.counts = Counts(self.first), Counts(self.first + 10)
+        for layer in self.model.decoder.layers:
+            layer.counts = Counts(self.first + 100 * layer.layer_number)
+
+    def count(self) -> None:
+        for part in self.modules():
+            if isinstance(part, Counts):
+                part.steps, part.total = part.steps + 1, part.total * 2
+
+    def on_train_step_end(self) -> None:
+        self.count()
+
+
+class OtherExtraStates(WithExtraStates):
+    first = 1000
+
+
+def extra_states(module: Any) -> dict[str, Any]:
+    """The numbers of the modules by their names in the whole model."""
+    found = {}
+    for name, part in module.named_modules():
+        if isinstance(part, Counts):
+            parent = module.get_submodule(name.rpartition(".")[0])
+            number = getattr(parent, "layer_number", None)
+            found[name if number is None else f"layer {number}"] = (part.number, part.steps)
+    return found
+
+
+def test_extra_states_and_buffers_come_back_on_another_layout(ranks, tmp_path):
+    def states(layout: str, name: str, kind: type[Net], **more: Any) -> Any:
+        processes, given = LAYOUTS.get(layout, (1, None))
+        steps = {"max_epochs": None, "checkpointing": True, **more}
+
+        def body() -> Any:
+            with cuda_on_cpu():
+                module = fit(tmp_path / name, given, kind, returns_module=True, **steps)
+                return extra_states(module)
+
+        return ranks(processes)(body)
+
+    numbers = {"counts": 0, "model.counts": 10, **{f"layer {n}": 100 * n for n in range(1, 5)}}
+    for number, (saved, loaded) in enumerate(
+        [("pp2", "tp2"), ("tp2", "pp2"), ("one", "tp2, pp2"), ("tp2, pp2", "one")]
+    ):
+        name = str(number)
+        states(saved, name, WithExtraStates, max_steps=2)
+        merged = tmp_path / f"{name}.safetensors"
+        merge_weights(next((tmp_path / name / "checkpoints").glob("step-*")), merged)
+        written = load_weights(merged)
+        batch = 16 if loaded == "dp2" else 8
+        found = states(loaded, name, OtherExtraStates, batch=batch, max_steps=3, ckpt_path="auto")
+        for of_rank in found:
+            assert of_rank == {name: (numbers[name], 3) for name in of_rank}
+        assert {name for of_rank in found for name in of_rank} == numbers.keys()
+        extra = {n: each for n, each in written.items() if n.endswith("counts._extra_state")}
+        assert len(extra) == 6
+        for key, value in extra.items():
+            assert value["steps"] == 2
+            torch.testing.assert_close(value["tensor"], torch.arange(2))
+            total = written[key.replace("_extra_state", "total")]
+            torch.testing.assert_close(total, torch.tensor(4.0 * (1 + value["number"])))
+        assert {each["number"] for each in extra.values()} == set(numbers.values())
+
+
+def test_whole_weights_have_what_several_stages_have_once(ranks2, tmp_path):
+    found, *_ = ranks2(lambda: run(tmp_path, LAYOUTS["pp2"][1], WithExtraStates, max_steps=2))[0]
+    totals = {name: float(each) for name, each in found.items() if name.endswith("total")}
+    assert totals == {
+        "counts.total": 4.0,
+        "model.counts.total": 44.0,
+        **{f"model.decoder.layers.{n}.counts.total": 4.0 + 400 * (n + 1) for n in range(4)},
+    }
+    assert found["model.counts._extra_state"]["number"] == 10
+
+
+def test_extra_states_come_back_in_an_own_loop(ranks2, tmp_path):
+    def numbers() -> Any:
+        with cuda_on_cpu():
+            plugin = MegatronLMPlugin(tp_degree=2)
+            accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+            model = gpt(plugin.transformer_arguments())
+            model.counts = Counts(5)
+            model.counts.steps = 7
+            prepared = accelerator.prepare(model)
+            accelerator.save_state(tmp_path / "state")
+            accelerator.save_model(prepared, tmp_path / "model")
+            model.counts.steps = 0
+            accelerator.load_state(tmp_path / "state")
+            return model.counts.steps, load_weights(tmp_path / "model")["counts._extra_state"]
+
+    for steps, written in ranks2(numbers):
+        assert (steps, written["number"], written["steps"]) == (7, 5, 7)
 
 
 class Averaged(Net):
@@ -695,7 +813,7 @@ def test_an_own_loop_on_divided_layers_trains_saves_and_resumes(ranks2, ranks, t
     for folder, (weights, *_) in (("one", expected), ("two", found[0])):
         files = sorted((tmp_path / folder / "model").glob("*.safetensors"))
         assert len(files) > 5
-        saved = {name: each for file in files for name, each in read_tensors(file)[0].items()}
+        saved = {name: each for file in files for name, each in load_weights(file).items()}
         torch.testing.assert_close(saved, weights, rtol=0, atol=0)
     torch.testing.assert_close(found[0][0], expected[0], rtol=0, atol=2e-5)
     assert found[0][1] == pytest.approx(expected[1], abs=1e-6)

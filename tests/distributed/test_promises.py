@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
@@ -390,7 +389,11 @@ def test_evaluation_counts_each_sample_once(run, reference, case, fits, tmp_path
         assert validated == pytest.approx(dict(zip(names, means, strict=True)), abs=1e-5)
         assert metrics[-1] == pytest.approx({"test/loss": means[0]}, abs=1e-5)
         if rank == 0:
-            torch.testing.assert_close(predicted, expected, rtol=0, atol=1e-4)
+            # Of the GPT with any engine or none: one process that sums the gradients of each batch
+            # in two halves differs from whole batches by 6e-5 too. The layers divide by small
+            # deviations, and a loss moves by 30 times the difference of the weights (2e-6).
+            tolerance = 1e-4 if case.is_gpt else 1e-5
+            torch.testing.assert_close(predicted, expected, rtol=0, atol=tolerance)
         else:
             assert predicted is None
 
@@ -464,7 +467,7 @@ def test_a_run_goes_on_with_another_number_of_processes(ranks, case, saved, tmp_
     before = part(first, "cut", max_steps=3)
     step = next((tmp_path / "cut" / "checkpoints").glob("step-*"))
     assert main(["merge-weights", str(step), str(tmp_path / "merged.safetensors")]) == 0
-    merged = load_file(tmp_path / "merged.safetensors")
+    merged = tensors(load_weights(tmp_path / "merged.safetensors"))
     torch.testing.assert_close(merged, before[0].weights, rtol=0, atol=0)
     found = part(second, "cut", ckpt_path="auto")
     torch.testing.assert_close(found[0].weights, expected.weights, rtol=0, atol=1e-4)
@@ -547,7 +550,8 @@ def test_a_loop_of_ones_own_trains_saves_and_resumes_as_one_process(run, referen
     assert once[2] == pytest.approx(rate)
     if once[3]:
         assert once[3] == pytest.approx(parts, abs=1e-6)
-    torch.testing.assert_close(dict(load_weights(tmp_path / "whole" / "model")), tensors(once[0]))
+    written = load_weights(tmp_path / "whole" / "model")
+    torch.testing.assert_close(tensors(written), tensors(once[0]))
     resumed = tensors(again[0])
     torch.testing.assert_close(resumed, tensors(once[0]), rtol=0, atol=case.differs)
     assert again[1] == pytest.approx(once[1][2:], rel=0, abs=case.differs)

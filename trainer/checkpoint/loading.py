@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.serialization import EXTRA_STATE, extra_state
+from trainer.checkpoint.serialization import extra_state
 from trainer.checkpoint.sharded_state import INDEX as SHARDS
 from trainer.checkpoint.sharded_state import ShardedTensor, like, materialize
 from trainer.checkpoint.storage import check_file, is_portable, reading
@@ -33,7 +33,7 @@ from trainer.distributed.process_control import on_all
 from trainer.engines.base import Weights
 from trainer.errors import CheckpointError, module_logger, printable
 from trainer.files import read_json
-from trainer.names import bare_names
+from trainer.names import EXTRA_STATE, bare_names
 from trainer.tree import fill_, is_sharded, own_memory
 
 logger = module_logger(__name__)
@@ -265,8 +265,8 @@ def compare(
 
     `here` are the model's weights, if its own state dict does not have them.
 
-    Two kinds of names do not count as missing: a tied weight whose other name was saved, and a
-    weight of a lazy module that was never called.
+    Three kinds of names do not count as missing: a tied weight whose other name was saved, a weight
+    of a lazy module that was never called, and an extra state that is None, as in megatron-core.
     """
     here = model.state_dict(keep_vars=True) if here is None else here
     saved = {id(here[name]) for name in shapes if name in here}
@@ -274,7 +274,7 @@ def compare(
         [
             name
             for name, value in here.items()
-            if name not in shapes and id(value) not in saved and not is_lazy(value)
+            if not (name in shapes or value is None or id(value) in saved or is_lazy(value))
         ],
         [name for name in shapes if name not in here],
         {
@@ -377,7 +377,7 @@ def load_parts(
     engine_weights.refresh(module)
     if extra:
         states = {name: extra_state(tensor) for name, tensor in extra.items()}
-        module.load_state_dict(states, strict=False)
+        engine_weights.load_extra_states(module, states)
     return True
 
 

@@ -33,6 +33,7 @@ from torch.nn.parameter import is_lazy
 from trainer.checkpoint.storage import check_file, reading
 from trainer.errors import CheckpointError
 from trainer.files import read_json
+from trainer.names import EXTRA_STATE
 from trainer.strict_json import fits_64_bits, is_unicode
 from trainer.tree import LocalShards, as_bytes, dense, is_sharded
 
@@ -50,7 +51,6 @@ DTYPES = frozenset(
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that hold the values that they show
 
-EXTRA_STATE = "_extra_state"  # the last part of the key of what get_extra_state gives
 _MARK = b"cadence-extra-state\0"  # what a tensor of other data than a tensor begins with
 _OTHERWISE = ", or, if it is a buffer that is recomputed, register it with persistent=False"
 

@@ -28,7 +28,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.serialization import (
-    EXTRA_STATE,
     PLAIN,
     aligned,
     extra_state,
@@ -41,7 +40,7 @@ from trainer.checkpoint.serialization import (
 )
 from trainer.checkpoint.storage import sync, write_temporary
 from trainer.files import with_home
-from trainer.names import COMPILED, bare_names, with_offloaded
+from trainer.names import COMPILED, EXTRA_STATE, bare_names, with_offloaded
 from trainer.strict_json import dumps
 from trainer.tree import gathered, is_sharded
 

@@ -202,6 +202,15 @@ class Weights:
     def refresh(self, module: nn.Module) -> None:
         """Give the module the values that its `parts` were filled with; collective."""
 
+    def load_extra_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:
+        """Give the parts of the module what their ``get_extra_state`` has returned.
+
+        Args:
+            module: The user's module.
+            states: What they returned, by the names that `parts` has for it.
+        """
+        module.load_state_dict(states, strict=False)
+
     def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Release gathered parameters, before the state of a module is saved or loaded.
 

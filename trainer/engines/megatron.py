@@ -40,7 +40,7 @@ from trainer.engines.base import EngineOptions, Gradients
 from trainer.engines.driving import DrivenWeights, DrivesOptimizer, Prepared
 from trainer.engines.single import attribute_restorer
 from trainer.enums import DistributedType, DynamoBackend
-from trainer.names import bare_names
+from trainer.names import EXTRA_STATE, bare_names
 from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import parameters_of, twin_of
 from trainer.optim.state import keeps_on_host
@@ -104,17 +104,21 @@ def import_megatron(device: torch.device) -> Any:
 
 
 class _Described(NamedTuple):
-    """What a checkpoint has of a weight.
+    """What a checkpoint has of a weight, or of an extra state.
 
     Attributes:
+        stage: The stage that saves it; -1 if it is a copy of another stage's.
         first: The first of its names; tied weights have several.
         shape: The shape of the whole tensor.
-        dtype: Its dtype.
+        dtype: Its dtype; None for an extra state.
+        extra: What ``get_extra_state`` gave.
     """
 
+    stage: int
     first: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    extra: Any = None
 
 
 class _StageEnded(BaseException):  # not an Exception: the user's code must not catch it
@@ -799,8 +803,8 @@ class Megatron(DrivesOptimizer):
 
     # -- state -------------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Tensor]:
-        """Return this process's tensors by the names that they have in the whole model.
+    def _keys(self) -> list[tuple[str, str, Any]]:
+        """Return this process's state dict: each key, its name in the whole model, and the value.
 
         Raises:
             RuntimeError: There is no model.
@@ -817,39 +821,50 @@ class Megatron(DrivesOptimizer):
             number = getattr(part, "layer_number", None)
             if index.isdecimal() and number is not None:
                 layers[path + "."] = f"{parent}.{number - 1}."
-        state = {}
-        for name, tensor in bare_names(owner, owner.state_dict(keep_vars=True).items()):
-            if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
-                continue
+        state = owner.state_dict(keep_vars=True)
+        found = []
+        for key, (name, value) in zip(state, bare_names(owner, state.items()), strict=True):
             layer = next((path for path in layers if name.startswith(path)), "")
             whole = layers.get(layer, "") + name.removeprefix(layer)
-            if _is_copy(tensor):
+            if _is_copy(value):
                 whole = whole.replace("output_layer.weight", "embedding.word_embeddings.weight")
-            state[whole] = tensor
-        return state
+            found.append((key, whole, value))
+        return found
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return this process's weights by the names that they have in the whole model."""
+        return {name: value for _, name, value in self._keys() if _is_weight(name, value)}
 
     def _names(self, state: Mapping[str, Tensor]) -> dict[int, str]:
         """Return the first name of each tensor by its id."""
         return {id(tensor): name for name, tensor in reversed(list(state.items()))}
 
-    def _described(self, state: Mapping[str, Tensor]) -> dict[str, _Described]:
+    def _described(self, state: Mapping[str, Any]) -> dict[str, _Described]:
         """Return what all processes have, by name; collective.
 
+        Of what several stages have it is that of the last one, which computes the loss.
+
         Args:
-            state: This process's tensors.
+            state: What this process has.
         """
-        names = self._names(state)
+        weights = {name: value for name, value in state.items() if _is_weight(name, value)}
+        names = self._names(weights)
         described = {
             name: _Described(
-                names[id(tensor)],
-                self._whole_shape(tensor),
-                self._masters.get(id(tensor), tensor).dtype,
+                -1 if _is_copy(value) else self._stage,
+                names[id(value)],
+                self._whole_shape(value),
+                self._masters.get(id(value), value).dtype,
             )
-            for name, tensor in state.items()
+            if name in weights
+            else _Described(self._stage, name, extra=value)
+            for name, value in state.items()
         }
         of_all: dict[str, _Described] = {}
         for of_rank in all_gather_object(described):
-            of_all = of_rank | of_all
+            for name, each in of_rank.items():
+                if name not in of_all or each.stage > of_all[name].stage:
+                    of_all[name] = each
         return of_all
 
     def _whole_shape(self, tensor: Any) -> tuple[int, ...]:
@@ -1080,19 +1095,30 @@ class MegatronWeights(DrivenWeights):
         """Return what this process holds of the weights, by the names of all of them.
 
         Of trained ones it is the float32 copies that the optimizer updates. Names of tied weights
-        have the same object. The call is collective: the processes have other names.
+        have the same object. What ``get_extra_state`` gave is itself, on all processes. The call is
+        collective: the processes have other names.
         """
-        engine, state = self._engine, self._engine._state()
-        inside = set(map(id, engine._model.state_dict(keep_vars=True).values()))
+        engine = self._engine
+        state = {name: value for _, name, value in engine._keys()}
         described = engine._described(state)
-        parts: dict[str, LocalShards] = {}
+        here = {each.first: state[name] for name, each in described.items() if name in state}
+        parts: dict[str, Any] = {}
         for first in dict.fromkeys(each.first for each in described.values()):
-            tensor, (_, shape, dtype) = state.get(first), described[first]
-            held = None if tensor is None else engine._masters.get(id(tensor), tensor)
-            parts[first] = engine._shards(tensor, held, shape, dtype)
-            if id(tensor) not in inside and not engine._is_last:
-                parts[first].saved = False  # all stages have it, the last one uses it
+            stage, _, shape, dtype, parts[first] = described[first]
+            if dtype is not None:
+                tensor = here.get(first)
+                held = None if tensor is None else engine._masters.get(id(tensor), tensor)
+                parts[first] = engine._shards(tensor, held, shape, dtype)
+                parts[first].saved &= stage == engine._stage
         return {name: parts[each.first] for name, each in described.items()}
+
+    # ARG002: there is one
+    def load_extra_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Give this process's parts of the module the states of their names in the whole model."""
+        owner = self._engine._owner
+        assert owner is not None
+        here = {key: states[name] for key, name, _ in self._engine._keys() if name in states}
+        owner.load_state_dict(here, strict=False)
 
     @torch.no_grad()
     def refresh(self, module: nn.Module) -> None:  # noqa: ARG002 - there is one
@@ -1141,6 +1167,11 @@ def _note(value: Any, parameter: Tensor) -> Any:
 def _is_divided(tensor: Any) -> bool:
     """Return whether the processes of a layer have different parts of a weight."""
     return bool(getattr(tensor, "tensor_model_parallel", False))
+
+
+def _is_weight(name: str, value: Any) -> bool:
+    """Return whether an entry of a state dict is no extra state, as which tensors may be, too."""
+    return isinstance(value, Tensor) and name.rpartition(".")[2] != EXTRA_STATE
 
 
 def _is_copy(parameter: Any) -> bool:

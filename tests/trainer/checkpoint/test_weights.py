@@ -121,6 +121,16 @@ def test_plain_extra_state_comes_back(safe):
         assert load_weights(Path.cwd())["0._extra_state"]["calls"] == 3
 
 
+def test_an_extra_state_of_none_may_be_missing_and_another_one_may_not():
+    module = nn.Sequential(WithExtra(1, 1))
+    weights = nn.Sequential(nn.Linear(1, 1)).state_dict()
+    load_into(module, weights, where="a file")
+    torch.testing.assert_close(dict(module.named_parameters()), dict(weights))
+    module[0].extra = 3
+    with pytest.raises(CheckpointError, match=r"missing from the file \(1\): 0\._extra_state"):
+        load_into(module, weights, where="a file")
+
+
 def test_extra_state_that_is_no_plain_data_raises():
     module = nn.Sequential(WithExtra(1, 1))
     module[0].extra = {"calls": object()}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from callbacks import Callback, ModelCheckpoint
 from tests.helpers.promises import ENGINES, EngineCase, Net, loader, trainer_and_module
 from trainer import Trainer, TrainModule
+from trainer.checkpoint.weights import load_weights
 from trainer.cli import main
 
 
@@ -78,7 +78,7 @@ def test_checkpoints_are_listed_verified_pruned_and_merged(ranks2, engine, tmp_p
         merged = tmp_path / f"{number}.safetensors"
         code, report = command(capsys, "merge-weights", source, merged)
         assert (code, report["tensors"]) == (0, len(weights))
-        torch.testing.assert_close(load_file(merged), weights, rtol=0, atol=0)
+        torch.testing.assert_close(load_weights(merged), weights, rtol=0, atol=0)
 
     prune = "checkpoints", root, "--prune", "--keep-last", "1", "--yes"
     assert command(capsys, *prune)[0] == 0

@@ -28,6 +28,7 @@ from trainer.checkpoint.serialization import read_tensors
 from trainer.checkpoint.sharded_state import TensorFile
 from trainer.checkpoint.shards import merge_weights
 from trainer.checkpoint.weights import load_weights
+from trainer.errors import CheckpointError
 from trainer.tree import gathered, map_tree
 from trainer.utils import MegatronLMDummyScheduler, patch_environment
 
@@ -652,6 +653,56 @@ def test_extra_states_come_back_in_an_own_loop(ranks2, tmp_path):
 
     for steps, written in ranks2(numbers):
         assert (steps, written["number"], written["steps"]) == (7, 5, 7)
+
+
+class PartlyFrozen(Net):
+    """Frozen weights in groups, of which the second stage has none of the first; other buffers."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for layer in self.model.decoder.layers:
+            layer.requires_grad_(layer.layer_number != 1)
+            if layer.layer_number != 4:  # so that the stages have different numbers of them
+                layer.register_buffer("mask", torch.ones(layer.layer_number), persistent=False)
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        embeddings = [parameter for name, parameter in named if "embedding" in name]
+        others = [parameter for name, parameter in named if "embedding" not in name]
+        groups = [{"params": embeddings, "lr": 0.1}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("one", "pp2"), ("pp2", "one"), ("pp2", "tp2")])
+def test_frozen_weights_keep_the_numbers_that_one_process_gives(ranks, saved, loaded, tmp_path):
+    def train(layout: str, name: str, steps: int, **more: Any) -> Any:
+        processes, given = LAYOUTS.get(layout, (1, None))
+        options = {"max_epochs": None, "checkpointing": True, "max_steps": steps, **more}
+        return ranks(processes)(lambda: run(tmp_path / name, given, PartlyFrozen, **options))[0][0]
+
+    train(saved, "cut", 3)
+    expected = train(saved, "whole", 6)
+    found = train(loaded, "cut", 6, ckpt_path="auto")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+class Unsavable(WithExtraStates):
+    """Rank 1 cannot give an extra state."""
+
+    def get_extra_state(self) -> None:
+        if dist.get_rank() == 1 and self.trainer.global_step == 2:
+            raise OSError("no extra state")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_an_extra_state_that_fails_on_one_process_stops_all(ranks2, layout, tmp_path):
+    def stopped() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            run(tmp_path, LAYOUTS[layout][1], Unsavable, max_steps=2, checkpointing=True)
+        return str(caught.value)
+
+    for message in ranks2(stopped):
+        assert "on rank 1: OSError('no extra state')" in message
 
 
 class Averaged(Net):

@@ -34,6 +34,7 @@ from trainer.configuration.dummy_optimizers import MegatronLMDummyScheduler
 from trainer.data.batch import samples_in, take
 from trainer.distributed.guards import forbid_collectives
 from trainer.distributed.objects import all_gather_object, broadcast_object
+from trainer.distributed.process_control import on_all
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions, Gradients
@@ -363,7 +364,7 @@ class Megatron(DrivesOptimizer):
         """Make the first replica's weights everybody's, and what divided layers have in common."""
         assert self._owner is not None
         states = self._states
-        of_model = set(map(id, self._model.state_dict(keep_vars=True).values()))
+        of_model = set(map(id, chain(self._model.parameters(), self._model.buffers())))
         for tensor in chain(self._owner.parameters(), self._owner.buffers()):
             if id(tensor) not in of_model:
                 dist.broadcast(tensor.data, src=0)
@@ -410,11 +411,8 @@ class Megatron(DrivesOptimizer):
             if id(p) in self._trains
         }
         self._twin = twin_of(optimizer, self._masters)
-        names = self._names(self._state())
-        order = [
-            [names[id(p)] for p in group["params"] if id(p) in self._masters]
-            for group in optimizer.param_groups
-        ]
+        names = self._parameter_names()
+        order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         # In the order of ranks, hence of stages: as one process has them.
         self._orders = [
             list(dict.fromkeys(chain(*groups)))
@@ -806,38 +804,41 @@ class Megatron(DrivesOptimizer):
     def _keys(self) -> list[tuple[str, str, Any]]:
         """Return this process's state dict: each key, its name in the whole model, and the value.
 
+        It may fail on one process: hooks and ``get_extra_state`` are the user's.
+
         Raises:
             RuntimeError: There is no model.
         """
-        owner = self._owner
-        if owner is None:
+        if self._owner is None:
             raise RuntimeError(
                 "There is no model of megatron-core here: prepare it with this Accelerator, or in "
                 "a Trainer ask for its weights in a callback, while fit runs."
             )
+        state = self._owner.state_dict(keep_vars=True)
+        pairs = zip(state, self._whole_names(state.items()), strict=True)
+        return [(key, name, value) for key, (name, value) in pairs]
+
+    def _whole_names(self, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Rename what has a name in the module to its name in the whole model."""
+        owner = self._owner
+        assert owner is not None
         layers: dict[str, str] = {}  # each stage numbers its own from 0
         for path, part in bare_names(owner, owner.named_modules(remove_duplicate=False)):
             parent, _, index = path.rpartition(".")
             number = getattr(part, "layer_number", None)
             if index.isdecimal() and number is not None:
                 layers[path + "."] = f"{parent}.{number - 1}."
-        state = owner.state_dict(keep_vars=True)
-        found = []
-        for key, (name, value) in zip(state, bare_names(owner, state.items()), strict=True):
+        for name, value in bare_names(owner, named):
             layer = next((path for path in layers if name.startswith(path)), "")
             whole = layers.get(layer, "") + name.removeprefix(layer)
             if _is_copy(value):
                 whole = whole.replace("output_layer.weight", "embedding.word_embeddings.weight")
-            found.append((key, whole, value))
-        return found
+            yield whole, value
 
-    def _state(self) -> dict[str, Tensor]:
-        """Return this process's weights by the names that they have in the whole model."""
-        return {name: value for _, name, value in self._keys() if _is_weight(name, value)}
-
-    def _names(self, state: Mapping[str, Tensor]) -> dict[int, str]:
-        """Return the first name of each tensor by its id."""
-        return {id(tensor): name for name, tensor in reversed(list(state.items()))}
+    def _parameter_names(self) -> dict[int, str]:
+        """Return the first name of each parameter in the whole model, by its id."""
+        assert self._owner is not None
+        return _first_names(self._whole_names(self._owner.named_parameters(remove_duplicate=False)))
 
     def _described(self, state: Mapping[str, Any]) -> dict[str, _Described]:
         """Return what all processes have, by name; collective.
@@ -848,7 +849,7 @@ class Megatron(DrivesOptimizer):
             state: What this process has.
         """
         weights = {name: value for name, value in state.items() if _is_weight(name, value)}
-        names = self._names(weights)
+        names = _first_names(weights.items())
         described = {
             name: _Described(
                 -1 if _is_copy(value) else self._stage,
@@ -904,7 +905,7 @@ class Megatron(DrivesOptimizer):
     def _named_masters(self) -> Iterator[tuple[str, Any, Tensor]]:
         """Yield the name of each trained parameter, it, and the tensor that is updated."""
         assert self._client is not None
-        names = self._names(self._state())
+        names = self._parameter_names()
         for parameter in parameters_of([self._client]):
             if id(parameter) in self._masters:
                 yield names[id(parameter)], parameter, self._masters[id(parameter)]
@@ -926,7 +927,8 @@ class Megatron(DrivesOptimizer):
         of_all: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
         for of_rank in all_gather_object(notes):
             of_all = of_rank | of_all
-        for name, number in numbers.items():
+        for name in of_all:
+            number = numbers[name]
             like, values = of_process.get(name, (None, {}))
             shape, notes_of = of_all[name]
             held = {
@@ -1099,7 +1101,8 @@ class MegatronWeights(DrivenWeights):
         collective: the processes have other names.
         """
         engine = self._engine
-        state = {name: value for _, name, value in engine._keys()}
+        keys = on_all(engine._keys, "state_dict")
+        state = {name: value for _, name, value in keys}
         described = engine._described(state)
         here = {each.first: state[name] for name, each in described.items() if name in state}
         parts: dict[str, Any] = {}
@@ -1123,9 +1126,10 @@ class MegatronWeights(DrivenWeights):
     @torch.no_grad()
     def refresh(self, module: nn.Module) -> None:  # noqa: ARG002 - there is one
         """Give the model the weights that were loaded into the copies."""
-        for tensor in self._engine._state().values():
-            if id(tensor) in self._engine._masters:
-                tensor.copy_(self._engine._masters[id(tensor)])
+        assert self._engine._owner is not None
+        for parameter in self._engine._owner.parameters():
+            if id(parameter) in self._engine._masters:
+                parameter.copy_(self._engine._masters[id(parameter)])
 
 
 def _without_metrics(loss: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -1167,6 +1171,11 @@ def _note(value: Any, parameter: Tensor) -> Any:
 def _is_divided(tensor: Any) -> bool:
     """Return whether the processes of a layer have different parts of a weight."""
     return bool(getattr(tensor, "tensor_model_parallel", False))
+
+
+def _first_names(named: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
+    """Return the first name of each tensor by its id."""
+    return {id(tensor): name for name, tensor in reversed(list(named))}
 
 
 def _is_weight(name: str, value: Any) -> bool:

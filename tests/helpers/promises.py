@@ -31,6 +31,7 @@ from trainer import (
     TrainModule,
 )
 from trainer.engines import exchange
+from trainer.engines.absent import Absent
 
 FIRST = torch.randint(0, 32, (44, 1), generator=torch.Generator().manual_seed(0))
 TOKENS = (FIRST + 3 * torch.arange(9)) % 32
@@ -118,6 +119,11 @@ def driven(library: str) -> dict[str, str]:
     return {"manual": manual, "unfrozen": "were added, frozen or unfrozen after"}
 
 
+def pipeline(schedule: str, **options: Any) -> Callable[[], dict[str, Any]]:
+    given = {"pp_size": 2, "pp_schedule": schedule, **options}
+    return lambda: {"parallelism_config": ParallelismConfig(**given)}
+
+
 ENGINES: dict[str, EngineCase] = {
     "one device": ONE,
     "ddp": EngineCase(dict),
@@ -136,6 +142,11 @@ ENGINES: dict[str, EngineCase] = {
         shares=4,
     ),
     "tp": EngineCase(lambda: {"parallelism_config": ParallelismConfig(tp_size=2)}, shares=1),
+    "pp": EngineCase(pipeline("1f1b"), shares=1),
+    "pp, gpipe, dp": EngineCase(pipeline("gpipe", pp_microbatches=2, dp_replicate_size=2), 4),
+    "pp, interleaved": EngineCase(
+        pipeline("interleaved", pp_split=["model.drop", "model.blocks", "model.last"]), shares=1
+    ),
     "zero0": EngineCase(zero(0), refuses=driven("DeepSpeed")),
     "zero1": EngineCase(zero(1), refuses=driven("DeepSpeed")),
     "zero2": EngineCase(zero(2), refuses=driven("DeepSpeed")),
@@ -254,7 +265,7 @@ class Outcome:
 
     Attributes:
         weights: The whole weights; on rank 0 alone.
-        copies: The same, as this process has them.
+        copies: The same, as this process has them: of a pipeline, those of its stage.
         gradients: Of each update, by name: what `Trainer.gradient` returned.
         rates: The learning rate of each update.
         seen: The epoch and the samples of each batch of this process.
@@ -294,7 +305,8 @@ class Watch(Callback):
     def on_fit_end(self, trainer: Any, module: Any) -> None:
         state = trainer.accelerator.get_state_dict(module)
         self.outcome.weights = {n: v.clone() for n, v in state.items() if isinstance(v, Tensor)}
-        self.outcome.copies = {name: whole(p) for name, p in module.named_parameters()}
+        held = ((n, p) for n, p in module.named_parameters() if not isinstance(p, Absent))
+        self.outcome.copies = {name: whole(p) for name, p in held}
         names = "global_step batches_seen samples_seen items_seen skipped_updates"
         self.outcome.counters = {name: getattr(trainer, name) for name in names.split()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # From the outermost dimension to the innermost, whose processes are closest to each other.
-_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_DIMENSIONS = ("dp_replicate", "dp_shard", "pp", "cp", "sp", "tp")
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+# What a pipeline cannot be combined with, and why.
+_NOT_IN_PIPELINES = {
+    "dp_shard": "a stage keeps its layers whole, where FSDP would gather them again for each "
+    "micro-batch: use dp_replicate_size, or dp_shard_size without stages.",
+    "cp": "stages hand on whole sequences: leave cp_size out.",
+    "tp": "stages have whole layers: use megatron_lm_plugin, whose models have both.",
+}
 
 
 @explains_itself
@@ -129,6 +139,21 @@ class ParallelismConfig:
             takes ``PARALLELISM_CONFIG_TP_SIZE``, else 1.
         cp_size: Processes that share each sequence (context parallel): run forward inside
             `Accelerator.maybe_context_parallel`. None takes ``PARALLELISM_CONFIG_CP_SIZE``, else 1.
+        pp_size: Processes that have consecutive layers of one replica and read the same data
+            (pipeline parallel), in the `Trainer`. None takes ``PARALLELISM_CONFIG_PP_SIZE``, else
+            1.
+        pp_schedule: The order of forward and backward passes: ``"gpipe"`` runs all forward passes
+            first, ``"1f1b"`` alternates and so keeps the activations of at most `pp_size`
+            micro-batches, ``"interleaved"`` does so with several stages on each process. None
+            takes ``PARALLELISM_CONFIG_PP_SCHEDULE``, else ``"1f1b"``.
+        pp_microbatches: Into how many micro-batches each batch of the loader is cut; None takes
+            ``PARALLELISM_CONFIG_PP_MICROBATCHES``, else 4 for each process of a pipeline.
+        pp_stages_per_rank: The stages of each process, with ``"interleaved"``; None takes
+            ``PARALLELISM_CONFIG_PP_STAGES_PER_RANK``, else 2 there and 1 otherwise.
+        pp_split: The layers with which the second and later stages begin, by their names in the
+            module, such as ``["model.layers.8"]``: they are children of one module, which runs them
+            in their order. None: the module's ``pp_plan``, a list like this; else the blocks of
+            the model, in stages with about as many parameters.
         cp_backend: ``"torch"``; None takes ``PARALLELISM_CONFIG_CP_BACKEND``, else ``"torch"``.
         sp_size: The same by DeepSpeed's Ulysses; not supported yet. None takes
             ``PARALLELISM_CONFIG_SP_SIZE``, else 1.
@@ -154,6 +179,11 @@ class ParallelismConfig:
         1,
         question="processes that share each layer, tensor parallel",
     )
+    pp_size: int | None = setting("count", "stages of layers (1)", 1)
+    pp_schedule: str | None = setting("text", "gpipe, 1f1b or interleaved (1f1b)", "1f1b")
+    pp_microbatches: int | None = setting("count", "parts of each batch (4 for each stage)")
+    pp_stages_per_rank: int | None = setting("count", "stages of each process (interleaved: 2)")
+    pp_split: Sequence[str] | None = None
     cp_size: int | None = setting("count", "processes that share each sequence (1)", 1)
     sp_size: int | None = setting("count", "the same by DeepSpeed (1)", 1)
     cp_backend: str | None = setting("text", "how sequences are shared: torch", "torch")
@@ -167,6 +197,7 @@ class ParallelismConfig:
         self.device_mesh: DeviceMesh | None = None
         fill(self)
         check_counts(1, **self._sizes("{}_size"))
+        self._check_pipeline()
         check_choice("cp_backend", self.cp_backend, ("torch",))
         check_choice("sp_backend", self.sp_backend, ("deepspeed",))
         check_type("tp_handler", self.tp_handler, TorchTensorParallelConfig)
@@ -181,6 +212,39 @@ class ParallelismConfig:
                 f"DeepSpeed's sequence parallelism (sp_size={self.sp_size}) is not supported yet: "
                 "leave sp_size out, or use cp_size."
             )
+
+    def _check_pipeline(self) -> None:
+        check_choice("pp_schedule", self.pp_schedule, PIPELINE_SCHEDULES)
+        several = self.pp_schedule == "interleaved"
+        if self.pp_stages_per_rank is None:
+            self.pp_stages_per_rank = 2 if several else 1
+        if self.pp_microbatches is not None:
+            check_counts(1, pp_microbatches=self.pp_microbatches)
+        check_counts(1, pp_stages_per_rank=self.pp_stages_per_rank)
+        if several != (self.pp_stages_per_rank > 1):
+            raise ValueError(
+                f"pp_stages_per_rank is {self.pp_stages_per_rank} and pp_schedule "
+                f"{self.pp_schedule!r}: several stages on each process need 'interleaved', which "
+                "needs at least 2."
+            )
+        if not self.pp_enabled:
+            return
+        if isinstance(self.pp_split, str):
+            raise TypeError(f"pp_split is a text, {self.pp_split!r}: pass a list of names.")
+        assert self.pp_size is not None
+        stages = self.pp_size * self.pp_stages_per_rank
+        if self.pp_split is not None and len(self.pp_split) != stages - 1:
+            raise ValueError(
+                f"pp_split has {len(self.pp_split)} names, but pp_size={self.pp_size} with "
+                f"pp_stages_per_rank={self.pp_stages_per_rank} makes {stages} stages: name the "
+                f"layers with which the last {stages - 1} of them begin."
+            )
+        for name, why in _NOT_IN_PIPELINES.items():
+            if self._enabled(name):
+                raise NotImplementedError(
+                    f"pp_size={self.pp_size} does not work with {name}_size="
+                    f"{getattr(self, name + '_size')}: {why}"
+                )
 
     @classmethod
     def requested(
@@ -223,7 +287,8 @@ class ParallelismConfig:
         assert self.tp_size is not None
         assert self.cp_size is not None
         assert self.sp_size is not None
-        return self.tp_size * self.cp_size * self.sp_size
+        assert self.pp_size is not None
+        return self.tp_size * self.cp_size * self.sp_size * self.pp_size
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -239,6 +304,11 @@ class ParallelismConfig:
     def tp_enabled(self) -> bool:
         """Whether layers are split."""
         return self._enabled("tp")
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether layers are in stages, on different processes."""
+        return self._enabled("pp")
 
     @property
     def cp_enabled(self) -> bool:
@@ -269,7 +339,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The names of the other dimensions with several processes."""
-        return self._active("cp", "sp", "tp")
+        return self._active("pp", "cp", "sp", "tp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:

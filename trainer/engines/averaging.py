@@ -22,7 +22,9 @@ def average_gradients(optimizer: Optimizer, sparse: Set[int] = frozenset()) -> N
 
 
 def average_gradients_of(
-    parameters: Iterable[nn.Parameter], sparse: Set[int] = frozenset()
+    parameters: Iterable[nn.Parameter],
+    sparse: Set[int] = frozenset(),
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Average the gradients of parameters over the processes; a collective call.
 
@@ -34,19 +36,20 @@ def average_gradients_of(
         parameters: The parameters, in the same order on all processes.
         sparse: The ``id`` of each parameter that may have a sparse gradient, see `sparse_weights`.
             For these, one more all-reduce finds out whether the gradient is dense on any process.
+        group: The processes; None means all.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     tables = [parameter for parameter in trained if id(parameter) in sparse]
-    layouts = dict(zip(map(id, tables), _layouts(tables), strict=True))
+    layouts = dict(zip(map(id, tables), _layouts(tables, group), strict=True))
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in trained:
         layout = layouts.get(id(parameter), _layout(parameter) or _DENSE)
         if layout == _ROWS:
-            _average_rows(parameter)
+            _average_rows(parameter, group)
         elif layout == _DENSE:
             by_type.setdefault(parameter.dtype, []).append(parameter)
     for alike in by_type.values():
-        _average_same_layout(alike)
+        _average_same_layout(alike, group)
 
 
 _NO_GRADIENT, _ROWS, _DENSE = range(3)  # layouts of a gradient, reduced over processes with MAX
@@ -57,23 +60,23 @@ def _layout(parameter: nn.Parameter) -> int:
     return _NO_GRADIENT if gradient is None else _ROWS if gradient.is_sparse else _DENSE
 
 
-def _layouts(tables: list[nn.Parameter]) -> list[int]:
+def _layouts(tables: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[int]:
     """Return each gradient's layout over all processes: dense if it is dense on any of them."""
     if not tables:
         return []
     layouts = torch.tensor(list(map(_layout, tables)), device=tables[0].device)
-    dist.all_reduce(layouts, dist.ReduceOp.MAX)
+    dist.all_reduce(layouts, dist.ReduceOp.MAX, group=group)
     return read_back(layouts).tolist()
 
 
-def _average_rows(parameter: nn.Parameter) -> None:
+def _average_rows(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
     """All-reduce a gradient that is sparse or missing on every process."""
     total = no_rows(parameter) if parameter.grad is None else parameter.grad.coalesce()
-    dist.all_reduce(total)
-    parameter.grad = total / dist.get_world_size()
+    dist.all_reduce(total, group=group)
+    parameter.grad = total / dist.get_world_size(group)
 
 
-def _average_same_layout(parameters: list[nn.Parameter]) -> None:
+def _average_same_layout(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Average gradients of one dtype in a single all-reduce; the results are dense."""
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:  # dense on another process
@@ -86,8 +89,10 @@ def _average_same_layout(parameters: list[nn.Parameter]) -> None:
     # Created on the host, because creating it on the accelerator would synchronize.
     counts = torch.tensor(present, dtype=parts[0].dtype).to(parts[0].device, non_blocking=True)
     flat = torch.cat([part.reshape(-1) for part in (*parts, counts)])
-    dist.all_reduce(flat)
-    means = (flat[: -len(present)] / dist.get_world_size()).split([part.numel() for part in parts])
+    dist.all_reduce(flat, group=group)
+    means = (flat[: -len(present)] / dist.get_world_size(group)).split(
+        [part.numel() for part in parts]
+    )
     anywhere = present if all(present) else read_back(flat[-len(present) :]).tolist()
     for parameter, mean, used in zip(parameters, means, anywhere, strict=True):
         if parameter.grad is not None:

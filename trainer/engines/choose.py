@@ -47,6 +47,10 @@ def choose_engine(options: EngineOptions, *, automatic: bool = False) -> Engine:
         return XLADevice(options)
     if options.world_size == 1:
         return SingleDevice(options)
+    if config is not None and config.pp_enabled:
+        from trainer.engines.pipeline import Pipeline  # imports much of torch.distributed
+
+        return Pipeline(options)
     if options.fsdp_plugin is not None or config is not None:
         from trainer.engines.fsdp import FullyShard  # imports much of torch.distributed
 

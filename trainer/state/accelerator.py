@@ -155,7 +155,8 @@ class AcceleratorState(PartialState):
     @property
     def is_fsdp2(self) -> bool:
         """Whether the first `Accelerator` shards models over several processes."""
-        sharded = self.fsdp_plugin is not None or self.parallelism_config is not None
+        config = self.parallelism_config
+        sharded = self.fsdp_plugin is not None or (config is not None and not config.pp_enabled)
         return sharded and self.use_distributed
 
     @property

@@ -1,0 +1,1414 @@
+"""Pipeline parallelism: each process has some consecutive layers of the model, a stage.
+
+The Trainer's engine cuts each batch of the loader into micro-batches, which go through the stages
+by a schedule of ``torch.distributed.pipelining`` (GPipe: Huang et al., NeurIPS 2019; 1F1B and
+interleaved: Narayanan et al., SC 2021). ``training_step`` runs for each of them on every stage.
+Weights of other stages are shapes without values, see `trainer.engines.absent`. The first layer of
+a stage gets what the stage before has sent, in the place of such a shape, and on a stage before the
+last the step ends where the model returns. `Pipeline.forward` runs all of this, so that gradients
+are there before the loop knows the weight of the batch: they are summed with the items of each
+micro-batch as weights, and `Pipeline.backward` learns what the loop has applied to the loss.
+
+Elsewhere, such as in an evaluation, the stages run one after the other, and all get the output of
+the last one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from math import inf, isclose
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.configuration.parallelism import device_mesh
+from trainer.data.batch import samples_in, take
+from trainer.data.seeding import group_equal, isolated_generators, module_generators
+from trainer.distributed.guards import forbid_collectives, read_back
+from trainer.distributed.objects import all_gather_object, broadcast_object
+from trainer.distributed.parallel import Parallel
+from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.distributed.transport import sum_numbers
+from trainer.engines.absent import Absent, absent, only_shapes
+from trainer.engines.averaging import average_gradients_of, give_nothing
+from trainer.engines.base import EngineOptions, Gradients, Weights, gathered_on_first
+from trainer.engines.compile import is_compiled
+from trainer.engines.lockstep import has_sync_batch_norm
+from trainer.engines.single import SingleDevice, attribute_restorer
+from trainer.engines.stages import StagePlan, plan_stages
+from trainer.enums import DynamoBackend
+from trainer.names import bare_names
+from trainer.optim.clipping import clip_
+from trainer.optim.finite import find_non_finite
+from trainer.optim.lomo import is_lomo
+from trainer.optim.optimizer import parameters_of
+from trainer.optim.state import keeps_on_host
+from trainer.optim.weighting import loss_of, scale_
+from trainer.rng import isolated_rng, mix, seed_local
+from trainer.tree import LocalShards, as_bytes, children, fill_, find_batch_size, leaves, map_tree
+
+_OTHER_STAGES = (
+    "is called in training_step, but the processes of a pipeline run it for other micro-batches at "
+    "a time, and would wait for each other. Call it in on_train_step_end."
+)
+_KEPT = 4  # schedules of other sizes that are kept, each with what it receives into
+_EXTRA = "_extra_state"
+# Parts of the names of optimizers that look at all parameters together.
+_NEED_ALL = ("dadapt", "lbfgs", "prodigy")
+
+
+class Boundary:  # no dataclass, which would be a container of tensors
+    """The shape of a tensor that goes from a stage to others.
+
+    Args:
+        tensor: The tensor.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of values."""
+        return torch.Size(self.shape).numel()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether shapes and dtypes are equal."""
+        return isinstance(other, Boundary) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        """Return a hash of both."""
+        return hash((self.shape, self.dtype))
+
+    def __repr__(self) -> str:
+        """Return the shape and dtype."""
+        return f"a tensor of shape {self.shape} and {self.dtype}"
+
+
+class _StageEnded(BaseException):  # not an Exception: the user's code must not catch it
+    """Ends a step where the model returns, on a stage before the last one."""
+
+
+@dataclass
+class _MicroBatch:
+    """A part of a batch.
+
+    Attributes:
+        number: Its number in the batch.
+        batch: Its data.
+        items: What its loss is a mean over.
+        boundaries: What each stage but the last sends for it.
+    """
+
+    number: int
+    batch: Any
+    items: float
+    boundaries: Sequence[Boundary] = ()
+
+
+@dataclass
+class _Pass:
+    """A micro-batch in a stage: a call of the user's step.
+
+    Attributes:
+        stage: The stage; None if only shapes are looked for.
+        trains: Whether gradients are needed.
+        received: What the stage before has sent.
+        seed: What the layers draw their random numbers from.
+        output: What the stage's last layer returned.
+        calls: How often the stage's first layer was called.
+        inside: How many modules that contain the layers run.
+        recomputes: Whether backward runs, in which layers may be computed again.
+        found: What goes into each layer, by its index.
+    """
+
+    stage: int | None
+    trains: bool = False
+    received: Tensor | None = None
+    seed: int | None = None
+    output: Tensor | None = None
+    calls: int = 0
+    inside: int = 0
+    recomputes: bool = False
+    found: dict[int, Boundary] = field(default_factory=dict)
+
+
+@dataclass
+class _Window:
+    """What is known of a window so far.
+
+    Attributes:
+        begun: Whether a batch has run.
+        gradients: Those of batches whose schedule has run, by parameter, while others run.
+        loss: The loss of a batch, until the loop runs backward.
+        items: What it is a mean over.
+        reference: The items of the window's first batch, to which weights are relative.
+        scale: What all gradients are multiplied by at the end.
+    """
+
+    begun: bool = False
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    items: float = 0.0
+    reference: float = 0.0
+    scale: Tensor | None = None
+
+
+class _StageModule(nn.Module):
+    """What torch's schedules call as a stage.
+
+    Args:
+        run: Called with the number of the micro-batch and what was received.
+    """
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        vars(self)["_run"] = run
+
+    def forward(self, *received: Tensor, number: Tensor) -> Tensor:
+        """Run the user's step for a micro-batch."""
+        return vars(self)["_run"](int(number), *received)  # type: ignore[no-any-return]
+
+
+class Pipeline(SingleDevice):
+    """Engine with stages of layers; see `trainer.engines.base.Engine` for the methods."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        if problem := _unsupported(options):
+            raise NotImplementedError(f"pp_size above 1 does not support {problem}.")
+        config = options.parallelism_config
+        assert config is not None
+        assert config.pp_size is not None
+        self.config = config
+        self._ranks: int = config.pp_size
+        # Processes that read the same data have consecutive ranks, as with the other engines.
+        sizes = {"dp": config.data_parallel_size, "pp": config.pp_size}
+        mesh = device_mesh(options.device.type, sizes)
+        self._group, self._replicas = mesh.get_group("pp"), mesh.get_group("dp")
+        self._place: int = mesh.get_local_rank("pp")
+        self._stages = config.pp_size * (config.pp_stages_per_rank or 1)
+        self._here = range(self._place, self._stages, self._ranks)
+        self._is_last = self._place == self._ranks - 1
+        self.parallel = Parallel(
+            dp_rank=mesh.get_local_rank("dp"),
+            dp_size=config.data_parallel_size,
+            is_data_primary=self._is_last,
+            is_log_primary=self._is_last,
+            is_model_parallel=True,
+            divides_state=True,
+        )
+        self.driver = self
+        self.schedules: Sequence[Any] = ()
+        self.gradients = PipelineGradients(self)
+        self.weights = PipelineWeights(self)
+        self.isolated: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._plan: StagePlan | None = None
+        # By the id of each that was replaced; the old ones are kept, so that no id recurs.
+        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._own: list[nn.Parameter] = []  # those with values here
+        self._owners: dict[int, tuple[int, ...]] = {}  # the ranks that have each, by its id
+        self._extra: dict[str, Any] = {}  # the extra state of all stages, by name
+        self._described: dict[str, Boundary] = {}  # the buffers of all stages, by name
+        self._generators: dict[str, Any] = {}
+        self._names_of_generators: dict[str, str] = {}
+        self._seed, self._batches, self._evaluated = 0, 0, 0
+        self._pass: _Pass | None = None
+        self._shapes: dict[Any, Any] = {}  # what skipped layers return, by what they get
+        self._boundaries: OrderedDict[Any, list[Boundary]] = OrderedDict()
+        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._micro_batches: list[_MicroBatch | None] = []
+        self._run_step: Callable[..., Any] = _nothing
+        self._losses: list[tuple[Tensor, float]] = []
+        self._logged: list[tuple[Any, ...]] = []
+        self._error: Exception | None = None  # of one of the steps
+        self._window = _Window()
+        self._undo: list[Callable[[], Any]] = []
+
+    # -- placing -----------------------------------------------------------------------------------
+
+    def prepare_module(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Raise: a loop of your own runs forward and backward by itself.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"pp_size is {self._ranks}, but a loop of your own runs forward and backward of a "
+            f"{type(module).__name__} by itself, and cannot overlap those of micro-batches. Use "
+            "the Trainer, whose training_step is the step of a schedule, or "
+            "trainer.PipelineParallel."
+        )
+
+    def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
+        """Give each process its layers, with rank 0's weights; collective.
+
+        Raises:
+            ValueError: The module is optimised manually, or cannot be divided.
+        """
+        if step_sync is not None and not getattr(module, "automatic_optimization", True):
+            raise ValueError(
+                f"{type(module).__name__} sets automatic_optimization = False, but the schedule of "
+                "a pipeline runs backward: leave out pp_size, or let the Trainer optimise."
+            )
+        _check_module(module)
+        split = any(isinstance(parameter, Absent) for parameter in module.parameters())
+        if not split:
+            super().start(module, step_sync)
+            self._broadcast(chain_tensors(module), src=0)
+        self.module = module
+        if step_sync is not None:
+            self.step_sync = step_sync
+            self._seed = broadcast_object(torch.initial_seed())
+        self._plan = plan_stages(module, self.config.pp_split, self._stages)
+        self._divide(module, self._plan)
+        if split:
+            self._broadcast(self._own, src=None)
+        self._generators = module_generators(module)
+        self._names_of_generators = group_equal(self._generators)
+        self._wrap(module, self._plan)
+        self.broadcast_buffers()
+
+    def _broadcast(self, tensors: Iterable[Tensor], src: int | None) -> None:
+        """Broadcast tensors of one rank to all, or with None of the first replica to the others."""
+        group, first = (self._replicas, 0) if src is None else (dist.group.WORLD, src)
+        for tensor in tensors:
+            _send(tensor.detach(), group, first)
+
+    def _divide(self, module: nn.Module, plan: StagePlan) -> None:
+        """Replace the weights of other stages by absent ones, and note who has which."""
+        parts = dict(module.named_modules())
+        owners: dict[int, set[int]] = {}
+        tensors: dict[int, nn.Parameter] = {}
+        for name, part in parts.items():
+            for parameter in part.parameters(recurse=False):
+                stages = plan.stages_with(name)
+                owners.setdefault(id(parameter), set()).update(s % self._ranks for s in stages)
+                tensors[id(parameter)] = parameter
+        made: dict[int, Any] = {}
+        for number, ranks in owners.items():
+            parameter = tensors[number]
+            if self._place in ranks:
+                if isinstance(parameter, Absent):
+                    raise ValueError(
+                        f"{type(module).__name__} was divided into other stages before: create it "
+                        "again, and load its weights from a checkpoint."
+                    )
+                made[number] = parameter
+            elif isinstance(parameter, Absent):
+                made[number] = parameter
+            else:
+                value = nn.Parameter(Absent(parameter.detach(), parameter.device))
+                made[number] = value.requires_grad_(parameter.requires_grad)
+                self._replaced[number] = parameter, made[number]
+            self._owners[id(made[number])] = tuple(sorted(ranks))
+        of_layers = {name for name in parts if any(_within(name, layer) for layer in plan.layers)}
+        for name, part in parts.items():
+            own = list(part.named_parameters(recurse=False, remove_duplicate=False))
+            for key, parameter in own:
+                setattr(part, key, made[id(parameter)])
+            here = any(stage % self._ranks == self._place for stage in plan.stages_with(name))
+            if not here and (own or name in of_layers):
+                for key, buffer in part.named_buffers(recurse=False):
+                    part._buffers[key] = absent(buffer, buffer.device)
+        self._own = [p for p in module.parameters() if not isinstance(p, Absent)]
+
+    def _wrap(self, module: nn.Module, plan: StagePlan) -> None:
+        """Let layers, what contains them, and what runs before or after them, know the stage."""
+        parts = dict(module.named_modules())
+        for index, name in enumerate(plan.layers):
+            self._replace_forward(parts[name], partial(self._run_layer, index))
+        for name in plan.runners:
+            self._replace_forward(parts[name], self._run_model)
+        for name, part in parts.items():
+            inside = any(_within(name, layer) for layer in plan.layers)
+            if not inside and name not in plan.everywhere and _has_parameters(part):
+                self._replace_forward(part, partial(self._run_beside, plan.homes[name]))
+
+    def _replace_forward(self, part: nn.Module, run: Callable[..., Any]) -> None:
+        self._undo.append(attribute_restorer(part, "forward"))
+        part.forward = wraps(part.forward)(partial(run, part.forward))
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Put absent parameters into an optimizer that was made with those of other stages.
+
+        Raises:
+            ValueError: It looks at all parameters together, or updates in backward.
+        """
+        kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+        if is_lomo(optimizer) or any(part in kind for part in _NEED_ALL for kind in kinds):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot update the layers of one stage: it looks at "
+                "all parameters together, or updates in backward. Use AdamW or SGD, or train "
+                "without pp_size."
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self._replaced.get(id(p), (p, p))[1] for p in group["params"]]
+        return optimizer
+
+    # -- the layers of a stage ---------------------------------------------------------------------
+
+    def _run_layer(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the place of a layer's ``forward``."""
+        current, plan = self._pass, self._plan
+        if current is None:
+            return forward(*args, **kwargs)
+        assert plan is not None
+        stage = current.stage
+        if stage is None or index not in plan.range_of(stage):
+            return self._skip(index, forward, args, kwargs)
+        here = plan.range_of(stage)
+        if current.trains and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{plan.layers[index]} runs without gradients in training_step, so that no stage "
+                "before it could be trained. Activation checkpointing does so if it is reentrant: "
+                "pass use_reentrant=False (of transformers: gradient_checkpointing_enable("
+                "{'use_reentrant': False}))."
+            )
+        if index == here[0]:
+            if not current.recomputes:
+                current.calls += 1
+                if current.calls > 1:
+                    raise RuntimeError(
+                        f"training_step runs {plan.layers[index]} several times, but a stage gets "
+                        "its input once for each micro-batch: call the model once."
+                    )
+            if current.received is not None:
+                args, kwargs = _received_in(args, kwargs, current.received, plan.layers[index])
+        _check_known(args, kwargs, plan.layers[index])
+        output = forward(*args, **kwargs)
+        if index != here[-1] or stage == self._stages - 1:
+            return output
+        if not current.recomputes:
+            current.output = next((t for t in leaves(output) if isinstance(t, Tensor)), None)
+            if not current.trains:
+                raise _StageEnded
+        return absent(output, self.options.device)
+
+    def _skip(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a layer of another stage would, without its values."""
+        device = self.options.device
+        args, kwargs = absent(args, device), absent(kwargs, device)
+        first = next((t for t in leaves([args, kwargs]) if isinstance(t, Tensor)), None)
+        assert self._pass is not None
+        if first is not None:
+            self._pass.found.setdefault(index, Boundary(first))
+        key = index, _signature([args, kwargs]), torch.is_autocast_enabled(device.type)
+        if key not in self._shapes:
+            part = self.module.get_submodule(self._plan.layers[index])  # type: ignore[union-attr]
+            with only_shapes(), _kept_buffers(part):
+                self._shapes[key] = absent(forward(*args, **kwargs), device)
+        return map_tree(
+            lambda t: Absent(t, device) if isinstance(t, Tensor) else t, self._shapes[key]
+        )
+
+    def _run_beside(self, home: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the place of the ``forward`` of what runs before or after the layers."""
+        current = self._pass
+        if current is None or current.stage == home:
+            return forward(*args, **kwargs)
+        device = self.options.device
+        owner = getattr(forward, "__self__", None)
+        with only_shapes(), _kept_buffers(owner):
+            outputs = forward(*absent(args, device), **absent(kwargs, device))
+            return absent(outputs, device)
+
+    def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the place of the ``forward`` of what contains the layers."""
+        current = self._pass
+        if current is None:
+            return self._run_stages(forward, args, kwargs)
+        if current.inside or current.recomputes:
+            return forward(*args, **kwargs)
+        if current.seed is not None:  # each stage drops other values
+            seed_local(current.seed)
+        current.inside += 1
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            current.inside -= 1
+        if current.stage == self._stages - 1:
+            return output
+        raise _StageEnded
+
+    # -- stages one after the other ----------------------------------------------------------------
+
+    def _run_stages(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run all stages outside a schedule, one after the other; all get the last one's output.
+
+        Raises:
+            Exception: See `_of_last_stage`.
+            RuntimeError: Gradients are asked for.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"The layers of {type(self.module).__name__} were called with gradients outside "
+                "training_step, where no schedule runs its stages backward: call them under "
+                "torch.no_grad()."
+            )
+        self._evaluated += 1
+        output, error = None, None
+        seed = mix(self._seed, self.parallel.dp_rank, self._evaluated)
+        for stage in range(self._stages):
+            received = self._receive(stage) if stage in self._here and stage else None
+            if stage not in self._here:
+                continue
+            if error is None and not (stage and received is None):
+                self._pass = current = _Pass(stage, received=received)
+                try:
+                    with isolated_rng(mix(seed, stage), libraries=False):
+                        output = self._outcome(current, forward, args, kwargs)
+                except Exception as caught:  # noqa: BLE001 - raised on all stages
+                    error = caught
+                finally:
+                    self._pass = None
+            if stage < self._stages - 1:
+                self._send(None if error else output, stage)
+                output = None
+        held: list[Tensor] = []
+        described = map_tree(partial(_describe, held), output) if self._is_last else None
+        described = self._of_last_stage(described, error)
+        return map_tree(partial(self._given, iter(held)), described)
+
+    def _outcome(self, current: _Pass, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the output of a stage, that of the whole model for the last one."""
+        current.inside = 1
+        try:
+            output = forward(*args, **kwargs)
+        except _StageEnded:
+            output = current.output
+        if current.stage == self._stages - 1:
+            return output
+        return self._checked_output(current)
+
+    def _checked_output(self, current: _Pass) -> Tensor:
+        """Return what a stage sends to the next one.
+
+        Raises:
+            RuntimeError: There is nothing.
+        """
+        assert self._plan is not None
+        assert current.stage is not None
+        output = current.output
+        if output is None or not output.is_floating_point():
+            last = self._plan.layers[self._plan.range_of(current.stage)[-1]]
+            what = "did not run" if output is None else f"returned a tensor of {output.dtype}"
+            raise RuntimeError(
+                f"{last}, the last layer of stage {current.stage}, {what}, but it must return what "
+                "the next layer gets, a tensor of floating point numbers (or a tuple that begins "
+                "with it). Its layers run in the order of their names; see pp_split."
+            )
+        return output
+
+    def _peer(self, stage: int) -> int:
+        return dist.get_global_rank(self._group, stage % self._ranks)
+
+    def _send(self, tensor: Tensor | None, stage: int) -> None:
+        """Send a stage's output to the next one; None after an error."""
+        header = torch.full((10,), -1, dtype=torch.int64)
+        if tensor is not None:
+            header[0] = _DTYPES.index(tensor.dtype)
+            header[1] = tensor.ndim
+            header[2 : 2 + tensor.ndim] = torch.tensor(tensor.shape)
+        peer = self._peer(stage + 1)
+        dist.send(header.to(self.options.device), peer)
+        if tensor is not None and tensor.numel():
+            dist.send(as_bytes(tensor.detach().contiguous()), peer)
+
+    def _receive(self, stage: int) -> Tensor | None:
+        """Receive the output of the stage before; None after its error."""
+        header = torch.empty(10, dtype=torch.int64, device=self.options.device)
+        peer = self._peer(stage - 1)
+        dist.recv(header, peer)
+        dtype, ndim, *shape = read_back(header).tolist()
+        if dtype < 0:
+            return None
+        tensor = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=self.options.device)
+        if tensor.numel():
+            dist.recv(as_bytes(tensor), peer)
+        return tensor
+
+    def _given(self, held: Iterator[Tensor], value: Any) -> Any:
+        """Return a value of the last stage's output, whose tensors are broadcast."""
+        if not isinstance(value, Boundary):
+            return value
+        if self._is_last:
+            tensor = next(held)
+        else:
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=self.options.device)
+        return _send(tensor, self._group, self._ranks - 1)
+
+    def _of_last_stage(self, value: Any, error: Exception | None) -> Any:
+        """Return what the last stage gives here, if no stage has failed.
+
+        Raises:
+            Exception: The error of this stage.
+            RuntimeError: Another stage has failed.
+        """
+        report = None if error is None else f"{type(error).__name__}: {error}"
+        of_ranks: list[Any] = [None] * self._ranks
+        dist.all_gather_object(of_ranks, (report, value), group=self._group)
+        if error is not None:
+            raise error
+        failed = [rank for rank, (report, _) in enumerate(of_ranks) if report is not None]
+        if failed:
+            raise RuntimeError(
+                f"Rank {dist.get_global_rank(self._group, failed[0])} failed while the others "
+                f"waited for it: {of_ranks[failed[0]][0]}"
+            )
+        return of_ranks[-1][1]
+
+    # -- a training step ---------------------------------------------------------------------------
+
+    def forward(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module; a training step also runs its backward passes."""
+        if name != "training_step":
+            return super().forward(name, *args)
+        if self._in_dummy:
+            return None  # all processes of a pipeline share its data, so none of them waits
+        batch, *others = args
+        micro_batches = self._split_batch(batch)
+        items = sum(micro.items for micro in micro_batches)
+        window = self._window
+        window.begun, window.reference = True, window.reference or items
+        self._batches += 1
+        self._run_step = lambda micro: super(Pipeline, self).forward(name, micro.batch, *others)
+        for micro in micro_batches:
+            micro.boundaries = self._boundaries_of(micro)
+        self._put_gradients()  # and drop those of the user's own backward passes
+        self._losses, self._logged, self._error = [], [], None
+        try:
+            self._run_schedule(micro_batches)
+        finally:
+            self._pass, self._run_step, self._micro_batches = None, _nothing, []
+        mean = torch.zeros((), device=self.options.device)
+        for loss, weight in self._losses:
+            mean = mean + loss.float() * (weight / items)
+        mean = self._share_loss(mean)
+        window.gradients = {p: p.grad for p in self._own if p.grad is not None}
+        for parameter in self._own:
+            parameter.grad = None
+        window.loss, window.items = mean.requires_grad_(), items
+        return window.loss
+
+    def _put_gradients(self) -> None:
+        for parameter in self._own:
+            parameter.grad = self._window.gradients.get(parameter)
+        self._window.gradients = {}
+
+    def _split_batch(self, batch: Any) -> list[_MicroBatch]:
+        """Cut a batch into micro-batches, and leave out those without items.
+
+        Raises:
+            ValueError: The batch cannot be cut, or its parts have other items than the whole.
+        """
+        size = samples_in(batch)
+        if not size:
+            raise ValueError(
+                "A batch is cut into micro-batches along the first dimension of its tensors, which "
+                "must be the same for all: let collate_fn return nothing else, and make what all "
+                "samples share, such as a mask, in training_step."
+            )
+        each = -(-size // min(self.config.pp_microbatches or 4 * self._ranks, size))
+        parts = [take(batch, at, at + each) for at in range(0, size, each)]
+        count: Any = getattr(self.module, "count_items", find_batch_size)
+        counts = [count(part) for part in (*parts, batch)]
+        if all(isinstance(each, Tensor) for each in counts):  # one wait for the device
+            counts = read_back(torch.stack([each.reshape(()) for each in counts])).tolist()
+        *items, whole = map(float, counts)
+        if not isclose(sum(items), whole, rel_tol=1e-5):
+            raise ValueError(
+                f"count_items gave {whole:g} for a batch, but {', '.join(f'{n:g}' for n in items)} "
+                "for its micro-batches, whose sum must be the same: count what is in each sample, "
+                "or set pp_microbatches to 1."
+            )
+        pairs = enumerate(zip(parts, items, strict=True))
+        return [_MicroBatch(number, part, own) for number, (part, own) in pairs if own]
+
+    def _boundaries_of(self, micro: _MicroBatch) -> list[Boundary]:
+        """Return what each stage sends for a micro-batch.
+
+        For shapes that were not seen before, the step runs without values, up to the model.
+
+        Raises:
+            Exception: An error of the step on this stage.
+            RuntimeError: Another stage has failed, or has found other shapes.
+        """
+        key = _signature(micro.batch)
+        if key in self._boundaries:
+            self._boundaries.move_to_end(key)
+            return self._boundaries[key]
+        assert self._plan is not None
+        self._pass = current = _Pass(None)
+        error, found = None, list[Boundary]()
+        try:
+            with self.isolated(), torch.no_grad(), self._seeded(micro.number):
+                self._run_step(micro)
+        except _StageEnded:
+            pass
+        except Exception as caught:  # noqa: BLE001 - raised on all stages
+            error = caught
+        self._pass = None
+        if error is None:
+            found = [
+                current.found[start] for start in self._plan.starts[1:] if start in current.found
+            ]
+            if len(found) < self._stages - 1:
+                error = RuntimeError(
+                    f"training_step of {type(self.module).__name__} has not run "
+                    f"{self._plan.layers[0]} and the layers after it, which are divided into "
+                    "stages: call the model once for each batch."
+                )
+        expected = self._of_last_stage(found, error)
+        if found != expected:
+            raise RuntimeError(
+                f"training_step gives the layers {found} on rank {self.options.rank}, but "
+                f"{expected} on the last stage: it must do the same on all stages."
+            )
+        self._boundaries[key] = found
+        if len(self._boundaries) > 1000:
+            self._boundaries.popitem(last=False)
+        return found
+
+    @contextmanager
+    def _seeded(self, number: int) -> Iterator[None]:
+        """Let the user's code draw the same numbers on all stages, whatever was drawn before."""
+        seed = self._seed_of(number)
+        with (
+            isolated_rng(seed, libraries=False),
+            isolated_generators(self._generators, mix(seed, 1), self._names_of_generators),
+        ):
+            yield
+
+    def _seed_of(self, number: int) -> int:
+        return mix(self._seed, self.parallel.dp_rank, self._batches, number)
+
+    def _run_schedule(self, micro_batches: Sequence[_MicroBatch]) -> None:
+        number = self._number_of(len(micro_batches))
+        self._micro_batches = [*micro_batches, *[None] * (number - len(micro_batches))]
+        wanted = []
+        for stage in range(self._stages - 1):
+            sent = [micro.boundaries[stage] for micro in micro_batches]
+            if len({boundary.dtype for boundary in sent}) > 1:
+                raise RuntimeError(f"Micro-batches go through the stages as {sent}, of one dtype.")
+            wanted.append((max(boundary.size for boundary in sent), sent[0].dtype))
+        schedule, self._sizes = self._schedule_for(number, wanted)
+        kind = self.options.device.type
+        self._autocast = partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+        )
+        put_back = attribute_restorer(self.module, "log")
+        numbers = torch.arange(number)
+        try:
+            # Layers that backward computes again are then computed as before.
+            with torch.autocast(kind, enabled=False):
+                schedule.step(number=numbers, target=numbers if self._is_last else None)
+        finally:
+            put_back()
+
+    def _number_of(self, micro_batches: int) -> int:
+        """Return how many micro-batches the schedule takes; others have no data."""
+        if self.config.pp_schedule == "gpipe":
+            return micro_batches
+        if self.config.pp_schedule == "1f1b":
+            return max(micro_batches, self._stages)
+        return -(-micro_batches // self._ranks) * self._ranks
+
+    def _schedule_for(
+        self, number: int, wanted: Sequence[tuple[int, torch.dtype]]
+    ) -> tuple[Any, Sequence[int]]:
+        """Return a schedule for so many micro-batches and values that stages send, and its sizes.
+
+        One for somewhat more values is taken, whose rest is not used.
+        """
+        for (many, dtypes, sizes), schedule in self._schedules.items():
+            if (many, dtypes) == (number, tuple(dtype for _, dtype in wanted)) and all(
+                values <= size <= 1.5 * values
+                for size, (values, _) in zip(sizes, wanted, strict=True)
+            ):
+                self._schedules.move_to_end((many, dtypes, sizes))
+                return schedule, sizes
+        sizes = tuple(values for values, _ in wanted)
+        self._schedules[number, tuple(dtype for _, dtype in wanted), sizes] = made = (
+            self._make_schedule(number, wanted)
+        )
+        if len(self._schedules) > _KEPT:
+            self._schedules.popitem(last=False)
+        return made, sizes
+
+    def _make_schedule(self, number: int, wanted: Sequence[tuple[int, torch.dtype]]) -> Any:
+        from torch.distributed.pipelining import (
+            PipelineStage,
+            Schedule1F1B,
+            ScheduleGPipe,
+            ScheduleInterleaved1F1B,
+        )
+
+        def like(stage: int) -> Tensor:
+            size, dtype = wanted[stage]
+            return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+
+        loss = torch.empty(1, device="meta", requires_grad=True)
+        stages: list[Any] = [
+            PipelineStage(
+                _StageModule(partial(self._step, stage)),
+                stage,
+                self._stages,
+                self.options.device,
+                input_args=(like(stage - 1),) if stage else (),
+                output_args=(like(stage) if stage < self._stages - 1 else loss,),
+                group=self._group,
+            )
+            for stage in self._here
+        ]
+        arguments: dict[str, Any] = {"loss_fn": lambda loss, _: loss.sum(), "scale_grads": False}
+        if self.config.pp_schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, number, **arguments)
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.config.pp_schedule or ""]
+        return kind(stages[0], number, **arguments)
+
+    def _step(self, stage: int, number: int, *received: Tensor) -> Tensor:
+        """Run ``training_step`` on a micro-batch, as far as this stage goes.
+
+        An error is kept for `_share_loss`: others wait for what goes to them.
+
+        Returns:
+            What goes to the next stage, of shape (values,); the weighted loss on the last one, of
+            shape (1,).
+        """
+        micro = self._micro_batches[number]
+        if micro is None or self._error is not None:
+            return self._zeros(stage, received)
+        seed = mix(self._seed_of(number), 2, stage)
+        self._pass = current = _Pass(stage, trains=True, seed=seed)
+        if received:
+            # A copy, because a layer may change its input in place.
+            boundary = micro.boundaries[stage - 1]
+            current.received = received[0][: boundary.size].view(boundary.shape).clone()
+        try:
+            module: Any = self.module
+            vars(module)["log"] = self._recording(type(module).log, micro.items)
+            with (
+                self._autocast(),
+                self._seeded(number),
+                forbid_collectives(_OTHER_STAGES),
+            ):
+                output = self._loss(micro, current) if stage == self._stages - 1 else None
+                if output is None:
+                    output = self._packed(micro, current)
+        except Exception as error:  # noqa: BLE001 - raised on all stages
+            self._error = error
+            return self._zeros(stage, received)
+        output.register_hook(partial(self._recompute, current))
+        return output
+
+    def _recompute(self, current: _Pass, _: Tensor) -> None:
+        """Note the pass whose backward begins: layers may be computed again in it."""
+        current.recomputes, self._pass = True, current
+
+    def _loss(self, micro: _MicroBatch, current: _Pass) -> Tensor:
+        """Return the weighted loss of a micro-batch.
+
+        Raises:
+            RuntimeError: ``training_step`` has not called the model.
+            TypeError: It has returned no loss.
+        """
+        assert self._plan is not None
+        outputs = self._run_step(micro)
+        if not current.calls:
+            raise RuntimeError(
+                f"training_step has not run {self._plan.layers[self._plan.starts[-1]]}, with which "
+                "the last stage begins: call the model once for each batch."
+            )
+        if outputs is None:
+            raise TypeError(
+                "training_step returned None, which would skip one of the micro-batches that a "
+                "schedule needs: define count_items, and return 0 from it for what must not count."
+            )
+        _check_known((outputs,), {}, "training_step's loss")
+        loss = loss_of(outputs)
+        self._losses.append((loss.detach(), micro.items))
+        return loss.reshape(1) * (micro.items / self._window.reference)
+
+    def _packed(self, micro: _MicroBatch, current: _Pass) -> Tensor:
+        """Return what goes to the next stage.
+
+        Raises:
+            RuntimeError: It has another shape than was found without values.
+        """
+        with suppress(_StageEnded):
+            self._run_step(micro)
+        assert current.stage is not None
+        output, expected = self._checked_output(current), micro.boundaries[current.stage]
+        current.output = None
+        found = Boundary(output)
+        if found != expected:
+            raise RuntimeError(
+                f"Stage {current.stage} returned {found}, but {expected} was found from the shapes "
+                "of the batch: what goes from stage to stage must not depend on values."
+            )
+        if not output.requires_grad:
+            output = output.detach().requires_grad_()
+        flat = output.reshape(-1)
+        return nn.functional.pad(flat, (0, self._sizes[current.stage] - len(flat)))
+
+    def _zeros(self, stage: int, received: Sequence[Tensor]) -> Tensor:
+        """Return what a stage hands on without a step, with gradients of zero."""
+        last = stage == self._stages - 1
+        dtype = torch.float32 if last else self._dtypes[stage]
+        size = 1 if last else self._sizes[stage]
+        zeros = torch.zeros(size, dtype=dtype, device=self.options.device, requires_grad=True)
+        return zeros + (received[0] * 0).sum().to(dtype) if received else zeros * 1
+
+    @property
+    def _dtypes(self) -> list[torch.dtype]:
+        known = next(micro for micro in self._micro_batches if micro is not None)
+        return [boundary.dtype for boundary in known.boundaries]
+
+    def _recording(self, log: Callable[..., Any], items: float) -> Callable[..., None]:
+        """Return what stands for ``log`` in a schedule: values have the items as their weight.
+
+        Only the last stage logs: the others get its values afterwards.
+        """
+        module: Any = self.module
+
+        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if self._pass is None or self._pass.stage != self._stages - 1:
+                return
+            if kwargs.get("batch_size") is None:
+                kwargs["batch_size"] = items
+            recording = vars(module).pop("log")  # it may call itself
+            try:
+                log(module, name, value, *args, **kwargs)
+            finally:
+                vars(module)["log"] = recording
+            self._logged.append((name, _path_in(module, name, value), value, args, kwargs))
+
+        return record
+
+    def _share_loss(self, mean: Tensor) -> Tensor:
+        """Give all stages the loss of the last one, and log what it has logged."""
+        logs = [(*place, _sendable(value), args, kw) for *place, value, args, kw in self._logged]
+        loss, logged = self._of_last_stage((read_back(mean).item(), logs), self._error)
+        if self._is_last:
+            return mean
+        module: Any = self.module
+        for name, path, value, args, kwargs in logged:
+            shown = value if path is None else module.get_submodule(path)
+            module.log(name, shown, *args, **kwargs)
+        return torch.full_like(mean, loss)
+
+    def backward(
+        self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
+    ) -> float | Tensor:
+        """Learn the factor of the gradients of a batch; average those of a window at its end."""
+        window = self._window
+        if loss is not None:
+            loss.backward(*args, **kwargs)
+            if window.loss is not None:
+                applied = window.loss.grad
+                assert applied is not None
+                # The loop's factor for one item, which is the same for all batches of a window.
+                window.scale = applied * (window.reference / window.items)
+                window.loss = None
+        if stats is None:
+            return 0.0
+        self._put_gradients()
+        if window.scale is not None:
+            scale_([parameter.grad for parameter in self._own], window.scale)
+        self._add_shared()
+        if self.parallel.dp_size > 1:
+            average_gradients_of(self._own, group=self._replicas)
+        if all(parameter.grad is None for parameter in self._own):
+            give_nothing(self.module)
+        self._window = _Window()
+        return self.sync_stats(stats)
+
+    def _add_shared(self) -> None:
+        """Sum the gradients of parameters that several stages have, on those; collective.
+
+        The first of them adds them up in the order of the stages, so that all get the same bits.
+        """
+        shared: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+        for parameter in self._own:
+            owners = self._owners.get(id(parameter), ())
+            if len(owners) > 1 and parameter.requires_grad:
+                shared.setdefault((owners, parameter.dtype), []).append(parameter)
+        # In the same order on all, so that none waits for another in a circle.
+        for owners, dtype in sorted(shared, key=lambda key: (key[0], str(key[1]))):
+            parameters = shared[owners, dtype]
+            flags = [float(parameter.grad is not None) for parameter in parameters]
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            counts = torch.tensor(flags, dtype=dtype).to(self.options.device, non_blocking=True)
+            flat = torch.cat([part.reshape(-1) for part in (*parts, counts)])
+            self._sum_on(owners, flat)
+            present = read_back(flat[-len(parameters) :]).tolist()
+            sums = flat[: -len(parameters)].split([p.numel() for p in parameters])
+            for parameter, total, count in zip(parameters, sums, present, strict=True):
+                if count:
+                    parameter.grad = total.view_as(parameter).clone()
+
+    def _sum_on(self, owners: Sequence[int], flat: Tensor) -> None:
+        first, *others = (dist.get_global_rank(self._group, owner) for owner in owners)
+        if self.options.rank != first:
+            dist.send(flat, first)
+            dist.recv(flat, first)
+            return
+        part = torch.empty_like(flat)
+        for other in others:
+            dist.recv(part, other)
+            flat += part
+        for other in others:
+            dist.send(flat, other)
+
+    def begin_epoch(self) -> None:
+        """See `check_unknown_parameters`."""
+        self.check_unknown_parameters()
+
+    def check_unknown_parameters(self) -> None:
+        """Check that all parameters were there when the module was divided.
+
+        Raises:
+            RuntimeError: Some were added.
+        """
+        named = bare_names(self.module, self.module.named_parameters())
+        if unknown := [name for name, p in named if id(p) not in self._owners]:
+            raise RuntimeError(
+                f"{', '.join(unknown)} were added after the module was divided into stages: add "
+                "parameters in configure_model or before."
+            )
+
+    # -- the optimizers ----------------------------------------------------------------------------
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return the scheduler itself."""
+        return scheduler
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Update the layers of this process."""
+        optimizer.step()
+
+    def optimizer_zero_grad(self, optimizer: Optimizer) -> None:
+        """Drop the gradients."""
+        self._window = _Window()
+        for parameter in parameters_of([optimizer]):
+            parameter.grad = None
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what this process holds of the state, as one process numbers it; collective."""
+        state = Optimizer.state_dict(optimizer)
+        parameters = parameters_of([optimizer])
+        held: dict[int, tuple[Any, Any]] = {
+            number: (parameter, optimizer.state[parameter])
+            for number, parameter in enumerate(parameters)
+            if parameter in optimizer.state
+        }
+        notes = {
+            number: {key: _note(value, parameter) for key, value in values.items()}
+            for number, (parameter, values) in held.items()
+        }
+        of_all: dict[int, dict[str, Any]] = {}
+        for of_rank in all_gather_object(notes):
+            of_all = {**of_rank, **of_all}
+        state["state"] = {
+            number: {
+                key: self._shards(
+                    parameters[number], held.get(number, (None, {}))[1].get(key), note
+                )
+                if isinstance(note, torch.dtype)
+                else note
+                for key, note in of_all[number].items()
+            }
+            for number in sorted(of_all)
+        }
+        return state
+
+    def _shards(self, parameter: Tensor, value: Tensor | None, dtype: torch.dtype) -> LocalShards:
+        """Return what this process has of a state that is as large as its parameter."""
+        shards = [] if value is None else [([0] * parameter.ndim, value.detach())]
+        saved = self._saves(parameter)
+        return LocalShards(parameter.shape, dtype, self.options.device, shards, saved=saved)
+
+    def _saves(self, parameter: Tensor) -> bool:
+        owners = self._owners[id(parameter)]
+        return self.parallel.dp_rank == 0 and self._place == owners[0]
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take this process's part of a state that is numbered as one process numbers it."""
+        Optimizer.load_state_dict(optimizer, {**state, "state": {}})
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        saved = [number for group in state["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, parameters_of([optimizer]), strict=True):
+            if isinstance(parameter, Absent) or number not in state["state"]:
+                continue
+            loaded = optimizer.state[parameter] = {}
+            for key, value in state["state"][number].items():
+                loaded[key] = value
+                if hasattr(value, "shape"):
+                    on_host = keeps_on_host(key, groups[id(parameter)])
+                    device = torch.device("cpu") if on_host else parameter.device
+                    loaded[key] = torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
+                    fill_(loaded[key], value)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return from what steps draw their random numbers, which is the same on all stages."""
+        names = ("seed", "batches", "evaluated")
+        return {"pipeline": {name: getattr(self, f"_{name}") for name in names}}
+
+    def load_state_dicts(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on drawing where the run was saved."""
+        for name, value in saved[0].get("pipeline", {}).items():
+            setattr(self, f"_{name}", value)
+
+    def _home_of(self, name: str) -> int:
+        """Return the rank in a pipeline whose buffer, or extra state, of a name counts."""
+        assert self._plan is not None
+        part = name.rpartition(".")[0]
+        return self._plan.homes.get(part, self._stages - 1) % self._ranks
+
+    def broadcast_buffers(self) -> None:
+        """Make the first replica's buffers everybody's who has their layers; collective.
+
+        What a step has replaced by another shape is replaced on the other processes, too. Where
+        several stages have a buffer, those of the last one count, since it runs the whole step.
+        """
+        module = self.module
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        state = module.state_dict(keep_vars=True)
+        extra = {name: value for name, value in state.items() if name.endswith(_EXTRA)}
+        described = {
+            name: Boundary(buffer)
+            for name, buffer in buffers.items()
+            if not isinstance(buffer, Absent)
+        }
+        of_ranks = all_gather_object((described, extra))
+        self._described, self._extra = {}, {}
+        for rank in range(self._ranks):  # those of the first replica
+            found, extra_there = of_ranks[rank]
+            self._described |= {n: b for n, b in found.items() if self._home_of(n) == rank}
+            self._extra |= {n: v for n, v in extra_there.items() if self._home_of(n) == rank}
+        for name, expected in self._described.items():
+            having = [rank for rank, (found, _) in enumerate(of_ranks) if name in found]
+            if len(having) == 1 or self.options.rank not in having:
+                continue
+            home = self._home_of(name)
+            buffer = buffers[name]
+            if Boundary(buffer) != expected:
+                shape, dtype = expected.shape, expected.dtype
+                buffer = torch.empty(shape, dtype=dtype, device=self.options.device)
+            self._broadcast_from(home, buffer, having)
+            part, _, key = name.rpartition(".")
+            module.get_submodule(part)._buffers[key] = buffer
+
+    def _broadcast_from(self, home: int, buffer: Tensor, having: Sequence[int]) -> None:
+        """Send a buffer from the first replica to the processes that have it."""
+        values = buffer.detach().contiguous()
+        if self.options.rank == home:
+            for rank in having:
+                if rank != home and values.numel():
+                    dist.send(as_bytes(values), rank)
+        elif values.numel():
+            dist.recv(as_bytes(values), home)
+            if values is not buffer:
+                with torch.no_grad():
+                    buffer.copy_(values)
+
+    def close(self) -> None:
+        """Give the modules back their ``forward``; layers stay on their processes."""
+        super().close()
+        while self._undo:
+            self._undo.pop()()
+        self._schedules.clear()
+
+
+class PipelineGradients(Gradients):
+    """The gradients of the layers of this process.
+
+    Args:
+        engine: The engine.
+    """
+
+    average = None
+
+    def __init__(self, engine: Pipeline) -> None:
+        self._engine = engine
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of a parameter, from the stage that has it; collective."""
+        engine = self._engine
+        owner = engine._owners[id(parameter)][0]
+        here = owner == engine._place
+        flag = torch.tensor([float(parameter.grad is not None)], device=engine.options.device)
+        _send(flag, engine._group, owner)
+        if not read_back(flag).item():
+            return None
+        gradient = parameter.grad if here else None
+        if gradient is None:
+            gradient = torch.empty(
+                parameter.shape, dtype=parameter.dtype, device=engine.options.device
+            )
+        return _send(gradient.detach(), engine._group, owner)
+
+    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
+        """Return whether a gradient is NaN or infinite on any process."""
+        non_finite = find_non_finite(parameter.grad for parameter in parameters)
+        anywhere = torch.zeros(1, device=self._engine.options.device) + (
+            0.0 if non_finite is None else non_finite
+        )
+        sum_numbers(anywhere)
+        flag = anywhere[0].clamp(max=1.0)
+        return bool(flag) if flag.is_cpu else flag
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the gradients to a total norm of at most `max_norm`; return the norm before.
+
+        The norm is that of all stages; what several have is counted once.
+        """
+        engine = self._engine
+        present = [p for p in parameters if p.grad is not None]
+        counted: list[Any] = [p.grad for p in present if engine._owners[id(p)][0] == engine._place]
+        total = torch.zeros(1, dtype=torch.float64, device=engine.options.device)
+        if counted:
+            total += torch.nn.utils.get_total_norm(counted, norm_type)
+        if norm_type == inf:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=engine._group)
+        else:
+            total = total**norm_type
+            dist.all_reduce(total, group=engine._group)
+            total = total ** (1 / norm_type)
+        whole = total[0].float()
+        scale_([p.grad for p in present], (max_norm / (whole + 1e-6)).clamp(max=1.0))  # as in torch
+        return whole
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
+        """Limit the magnitude of each element of the gradients."""
+        present = [parameter for parameter in parameters if parameter.grad is not None]
+        if present:
+            clip_(present, max_value=max_value)
+
+
+class PipelineWeights(Weights):
+    """Weights of which each process has those of its layers.
+
+    Args:
+        engine: The engine.
+    """
+
+    def __init__(self, engine: Pipeline) -> None:
+        self._engine = engine
+
+    # ARG002: the present values are filled
+    def parts(self, module: nn.Module, *, to_fill: bool = False) -> dict[str, Any]:  # noqa: ARG002
+        """Return what this process holds of the weights, by the names of all of them."""
+        engine, made = self._engine, dict[int, LocalShards]()
+        parts: dict[str, Any] = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if name.endswith(_EXTRA):
+                parts[name] = engine._extra.get(name, value)
+            elif isinstance(value, Tensor):
+                if id(value) not in made:
+                    made[id(value)] = self._part(name, value)
+                parts[name] = made[id(value)]  # the same for tied weights
+        return parts
+
+    def _part(self, name: str, value: Tensor) -> LocalShards:
+        engine = self._engine
+        like = Boundary(value)
+        saved = engine._owners.get(id(value), ())[:1] == (engine._place,)
+        if id(value) not in engine._owners:
+            like = engine._described.get(name, like)
+            saved = engine._home_of(name) == engine._place
+        shards = [] if isinstance(value, Absent) else [([0] * value.ndim, value.detach())]
+        first = engine.parallel.dp_rank == 0
+        return LocalShards(
+            like.shape, like.dtype, engine.options.device, shards, saved=saved and first
+        )
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return whole weights on the host of rank 0, and {} elsewhere; collective."""
+        named = bare_names(module, self.parts(module).items())
+        return gathered_on_first(named, self._engine.options.rank)
+
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _nothing(*_: Any) -> None:
+    """Stand for a step while none runs."""
+
+
+def _unsupported(options: EngineOptions) -> str | None:
+    """Return an option that the engine does not have, and what to do; None without any."""
+    if options.mixed_precision in ("fp16", "fp8"):
+        return f"mixed_precision={options.mixed_precision!r}: use 'bf16' or 'no'"
+    if options.fsdp_plugin is not None:
+        return "fsdp_plugin: a stage keeps its layers whole; leave one of them out"
+    if options.ddp_kwargs is not None and options.ddp_kwargs.comm_hook != "no":
+        return f"comm_hook={options.ddp_kwargs.comm_hook.value!r}: leave it out"
+    if (compiler := options.dynamo_plugin) and compiler.backend != DynamoBackend.NO:
+        return f"dynamo_backend={str(compiler.backend).lower()!r}: leave it out"
+    if options.sync_each_batch:
+        return "sync_each_batch=True: gradients are reduced once an update"
+    return None
+
+
+def _check_module(module: nn.Module) -> None:
+    """Check that a module can be divided.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    problem = None
+    if has_sync_batch_norm(module):
+        problem = "has SyncBatchNorm, which waits for processes that run other layers: leave it out"
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            problem = f"has sparse gradients in {name}: pass sparse=False"
+        if is_compiled(part):
+            problem = f"is compiled in {name or 'its whole'}, past its layers: leave that out"
+    if any(p.is_meta for p in module.parameters() if not isinstance(p, Absent)):
+        problem = "has parameters on the meta device, which no stage can fill: create them whole"
+    if problem is not None:
+        raise ValueError(f"With pp_size above 1, {type(module).__name__} {problem}.")
+
+
+def chain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of a module."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _within(name: str, layer: str) -> bool:
+    return name == layer or name.startswith(layer + ".")
+
+
+def _send(tensor: Tensor, group: Any, first: int) -> Tensor:
+    """Broadcast a tensor from a rank of a group, in place; return it."""
+    values = tensor.detach().contiguous()
+    if values.numel():
+        dist.broadcast(as_bytes(values), group_src=first, group=group)
+    if values.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(values)
+    return tensor
+
+
+def _signature(tree: Any) -> Any:
+    """Return what tells apart trees whose tensors have other shapes, or with other numbers."""
+    parts = children(tree)
+    if parts is not None:
+        return type(tree).__name__, tuple((str(key), _signature(part)) for key, part in parts)
+    if isinstance(tree, Tensor):
+        return tuple(tree.shape), tree.dtype, isinstance(tree, Absent)
+    return tree if isinstance(tree, (int, float, bool, str, type(None))) else type(tree).__name__
+
+
+def _received_in(
+    args: tuple[Any, ...], kwargs: dict[str, Any], received: Tensor, layer: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put what was received in the place of the first tensor that a layer gets."""
+    if args and isinstance(args[0], Absent):
+        return (received, *args[1:]), kwargs
+    for name, value in kwargs.items():
+        if not args and isinstance(value, Absent):
+            return args, {**kwargs, name: received}
+    raise RuntimeError(
+        f"{layer}, with which a stage begins, does not get what the layer before it returns as its "
+        "first argument: let another layer begin the stage."
+    )
+
+
+def _check_known(args: Any, kwargs: Any, layer: str) -> None:
+    """Check that a layer gets nothing that only other stages have.
+
+    Raises:
+        RuntimeError: It does.
+    """
+    if any(isinstance(value, Absent) for value in leaves([args, kwargs])):
+        raise RuntimeError(
+            f"{layer} needs a value that another stage of the pipeline has, besides what the layer "
+            "before it returns. Only that goes from stage to stage: let the stages begin elsewhere "
+            "(pp_split), or compute the value from the batch."
+        )
+
+
+@contextmanager
+def _kept_buffers(module: nn.Module | None) -> Iterator[None]:
+    """Put the buffers of a module back, which runs for shapes alone."""
+    before = [
+        (part, name, buffer, buffer.clone())
+        for part in (() if module is None else module.modules())
+        for name, buffer in part.named_buffers(recurse=False)
+        if not isinstance(buffer, Absent)
+    ]
+    try:
+        yield
+    finally:
+        for part, name, buffer, value in before:
+            buffer.copy_(value)
+            part._buffers[name] = buffer
+
+
+def _describe(held: list[Tensor], value: Any) -> Any:
+    """Return what stands for a value that is sent: of a tensor its shape and dtype."""
+    if not isinstance(value, Tensor):
+        return value
+    held.append(value)
+    return Boundary(value)
+
+
+def _note(value: Any, parameter: Tensor) -> Any:
+    """Return the dtype of a state that is as large as its parameter; else its value."""
+    if not isinstance(value, Tensor):
+        return value
+    divided = value.ndim and value.shape == parameter.shape
+    return value.dtype if divided else value.detach().cpu()
+
+
+def _sendable(value: Any) -> Any:
+    """Return a logged value as it is sent: numbers alone; each stage has its metric objects."""
+    if hasattr(value, "compute"):
+        return None
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _path_in(module: nn.Module, name: str, value: Any) -> str | None:
+    """Return the place of a logged metric object in the module; None for a number.
+
+    Raises:
+        TypeError: It is an object that is not part of the module.
+    """
+    if not hasattr(value, "compute"):
+        return None
+    for path, part in module.named_modules():
+        if part is value:
+            return str(path)
+    raise TypeError(
+        f"The metric {name!r} is a {type(value).__name__} that is not an attribute of the "
+        "module, where the other stages could find theirs: assign it in __init__."
+    )
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))

@@ -119,9 +119,20 @@ def driven(library: str) -> dict[str, str]:
     return {"manual": manual, "unfrozen": "were added, frozen or unfrozen after"}
 
 
-def pipeline(schedule: str, **options: Any) -> Callable[[], dict[str, Any]]:
-    given = {"pp_size": 2, "pp_schedule": schedule, **options}
-    return lambda: {"parallelism_config": ParallelismConfig(**given)}
+def pipeline(schedule: str, shares: int = 1, **options: Any) -> EngineCase:
+    """Two stages for each share, and what a schedule makes impossible."""
+    given = {"pp_size": 2, "pp_schedule": schedule, "dp_replicate_size": shares, **options}
+    refuses = {
+        "manual": "automatic_optimization = False, but the schedule of a pipeline runs backward",
+        "collectives": "is called in training_step, but the processes of a pipeline",
+        "own loop": "a loop of your own runs forward and backward",
+    }
+    return EngineCase(
+        lambda: {"parallelism_config": ParallelismConfig(**given)},
+        processes=2 * shares,
+        shares=shares,
+        refuses=refuses,
+    )
 
 
 ENGINES: dict[str, EngineCase] = {
@@ -142,10 +153,10 @@ ENGINES: dict[str, EngineCase] = {
         shares=4,
     ),
     "tp": EngineCase(lambda: {"parallelism_config": ParallelismConfig(tp_size=2)}, shares=1),
-    "pp": EngineCase(pipeline("1f1b"), shares=1),
-    "pp, gpipe, dp": EngineCase(pipeline("gpipe", pp_microbatches=2, dp_replicate_size=2), 4),
-    "pp, interleaved": EngineCase(
-        pipeline("interleaved", pp_split=["model.drop", "model.blocks", "model.last"]), shares=1
+    "pp": pipeline("1f1b"),
+    "pp, gpipe, dp": pipeline("gpipe", shares=2, pp_microbatches=2),
+    "pp, interleaved": pipeline(
+        "interleaved", pp_split=["model.drop", "model.blocks", "model.last"]
     ),
     "zero0": EngineCase(zero(0), refuses=driven("DeepSpeed")),
     "zero1": EngineCase(zero(1), refuses=driven("DeepSpeed")),

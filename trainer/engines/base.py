@@ -231,11 +231,13 @@ class Engine(Protocol):
         parallel: What this process has of the data and of the model.
         driver: The library that makes the updates and holds the optimizers' state, such as
             DeepSpeed; None: torch's optimizers do.
+        isolated: Returns a context for a step that must leave nothing behind; a fit sets it.
     """
 
     options: EngineOptions
     parallel: Parallel
     driver: OptimizerDriver | None
+    isolated: Callable[[], AbstractContextManager[None]]
 
     @property
     def gradients(self) -> Gradients:

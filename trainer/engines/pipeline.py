@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from math import inf, isclose
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, yet private
 
 from trainer.configuration.parallelism import device_mesh
 from trainer.data.batch import samples_in, take
@@ -44,6 +45,7 @@ from trainer.engines.lockstep import has_sync_batch_norm
 from trainer.engines.single import SingleDevice, attribute_restorer
 from trainer.engines.stages import StagePlan, plan_stages
 from trainer.enums import DynamoBackend
+from trainer.errors import DistributedOperationException
 from trainer.names import bare_names
 from trainer.optim.clipping import clip_
 from trainer.optim.finite import find_non_finite
@@ -161,6 +163,21 @@ class _Window:
     scale: Tensor | None = None
 
 
+class _NoCollectives(TorchDispatchMode):
+    """Forbids the collectives of torch; it sees each operation, which takes time."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation.
+
+        Raises:
+            DistributedOperationException: It is a collective.
+        """
+        del types
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise DistributedOperationException(f"{func} {_OTHER_STAGES}")
+        return func(*args, **(kwargs or {}))
+
+
 class _StageModule(nn.Module):
     """What torch's schedules call as a stage.
 
@@ -174,7 +191,7 @@ class _StageModule(nn.Module):
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor:
         """Run the user's step for a micro-batch."""
-        return vars(self)["_run"](int(number), *received)  # type: ignore[no-any-return]
+        return vars(self)["_run"](int(number), *received)  # type: ignore[no-any-return]  # a tensor
 
 
 class Pipeline(SingleDevice):
@@ -209,7 +226,6 @@ class Pipeline(SingleDevice):
         self.schedules: Sequence[Any] = ()
         self.gradients = PipelineGradients(self)
         self.weights = PipelineWeights(self)
-        self.isolated: Callable[[], AbstractContextManager[None]] = nullcontext
         self._plan: StagePlan | None = None
         # By the id of each that was replaced; the old ones are kept, so that no id recurs.
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -408,7 +424,8 @@ class Pipeline(SingleDevice):
             self._pass.found.setdefault(index, Boundary(first))
         key = index, _signature([args, kwargs]), torch.is_autocast_enabled(device.type)
         if key not in self._shapes:
-            part = self.module.get_submodule(self._plan.layers[index])  # type: ignore[union-attr]
+            assert self._plan is not None
+            part = self.module.get_submodule(self._plan.layers[index])
             with only_shapes(), _kept_buffers(part):
                 self._shapes[key] = absent(forward(*args, **kwargs), device)
         return map_tree(
@@ -655,7 +672,12 @@ class Pipeline(SingleDevice):
         self._pass = current = _Pass(None)
         error, found = None, list[Boundary]()
         try:
-            with self.isolated(), torch.no_grad(), self._seeded(micro.number):
+            with (
+                self.isolated(),
+                torch.no_grad(),
+                self._seeded(micro.number),
+                self._without_collectives(first=True),
+            ):
                 self._run_step(micro)
         except _StageEnded:
             pass
@@ -691,6 +713,12 @@ class Pipeline(SingleDevice):
             isolated_rng(seed, libraries=False),
             isolated_generators(self._generators, mix(seed, 1), self._names_of_generators),
         ):
+            yield
+
+    @contextmanager
+    def _without_collectives(self, *, first: bool) -> Iterator[None]:
+        """Forbid collectives in the user's step; those of torch itself in a `first` one alone."""
+        with forbid_collectives(_OTHER_STAGES), _NoCollectives() if first else nullcontext():
             yield
 
     def _seed_of(self, number: int) -> int:
@@ -807,7 +835,7 @@ class Pipeline(SingleDevice):
             with (
                 self._autocast(),
                 self._seeded(number),
-                forbid_collectives(_OTHER_STAGES),
+                self._without_collectives(first=self._batches == 1),
             ):
                 output = self._loss(micro, current) if stage == self._stages - 1 else None
                 if output is None:

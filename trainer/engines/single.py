@@ -32,6 +32,7 @@ class SingleDevice:
     """
 
     driver: OptimizerDriver | None = None
+    isolated: Callable[[], AbstractContextManager[None]] = nullcontext
     _in_dummy = False
     module: nn.Module
     step_sync: StepSync

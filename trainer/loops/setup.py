@@ -33,7 +33,7 @@ from trainer.engines.choose import choose_engine
 from trainer.engines.lockstep import synchronize_batch_norm
 from trainer.engines.model import check_same_model
 from trainer.hparams import logged, to_manifest
-from trainer.loops.buffers import FrozenParameters
+from trainer.loops.buffers import FrozenParameters, isolated_dummy
 from trainer.loops.dataloaders import (
     FitLoaders,
     check_step,
@@ -163,7 +163,7 @@ def make_fit_run(
     engine = _engine_of_fit(stage)
     _start_engine(stage, engine, step_sync)
     optim = _optimization(stage, engine, data.epoch_iterator)
-    return FitRun(
+    run = FitRun(
         **_common(stage, recorder, engine),
         eval_iterators=val_iterators,
         counters=replace(begun),
@@ -189,6 +189,8 @@ def make_fit_run(
         started=time.monotonic(),
         frozen=FrozenParameters(),
     )
+    engine.isolated = partial(isolated_dummy, run)
+    return run
 
 
 def _engine_of_fit(stage: Stage) -> Engine:

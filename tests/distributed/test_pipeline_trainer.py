@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import random
+import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import isolation
-from tests.helpers.promises import ENGINES, ONE, TOLERANCE, Net, fit, plain
-from trainer import ParallelismConfig
+from tests.helpers.promises import (
+    ENGINES,
+    ONE,
+    TOLERANCE,
+    Net,
+    fit,
+    loader,
+    plain,
+    trainer_and_module,
+)
+from trainer import ParallelismConfig, Trainer
 from trainer.engines.absent import Absent, only_shapes
 from trainer.engines.stages import plan_stages
 
@@ -130,3 +144,253 @@ def test_parameters_of_several_stages_train_alike(ranks, name, kind, tmp_path):
             torch.testing.assert_close(
                 other.copies[shared], found[0].copies[shared], rtol=0, atol=0
             )
+
+
+# -- what a step does besides ----------------------------------------------------------------------
+
+
+class Noise(Net):
+    """Draws before the model, on all stages, and after it, on the last one."""
+
+    dropout = 0.1
+
+    def made(self) -> None:
+        self.own = torch.Generator().manual_seed(3)
+        self.drawn: list[float] = []
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(dist.get_rank())  # the stages would draw other numbers
+        self.own.manual_seed(dist.get_rank())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        numbers = torch.rand(1).item(), torch.rand(1, generator=self.own).item(), random.random()
+        self.drawn.append(sum(numbers))
+        loss = super().training_step(batch, batch_idx)
+        return loss + torch.rand(1).item() * torch.rand(1, generator=self.own).item()
+
+
+def run_of(case: Any, folder: Path, kind: type[Net], **options: Any) -> tuple[Trainer, Net]:
+    trainer, module = trainer_and_module(case, folder, kind, **options)
+    path = "auto" if options.get("checkpointing") else None
+    trainer.fit(module, loader(case), ckpt_path=path)
+    return trainer, module
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_stages_draw_the_same_numbers_and_a_resumed_run_draws_on(ranks, name, tmp_path):
+    case = ENGINES[name]
+
+    def runs() -> Any:
+        _, once = run_of(case, tmp_path / "whole", Noise, checkpointing=True)
+        run_of(case, tmp_path / "cut", Noise, checkpointing=True, max_epochs=1)
+        _, again = run_of(case, tmp_path / "cut", Noise, checkpointing=True)
+        held = {n: p for n, p in again.named_parameters() if not isinstance(p, Absent)}
+        same = [torch.equal(p, once.get_parameter(n)) for n, p in held.items()]
+        return once.drawn, again.drawn, same
+
+    found = ranks(case.processes)(runs)
+    for number in range(case.shares):  # the stages of one replica
+        drawn = [tuple(once) for once, *_ in found[2 * number : 2 * number + 2]]
+        if name != "pp, interleaved":  # where a process runs several stages
+            assert drawn[0] == drawn[1]
+    assert len({tuple(set(once)) for once, *_ in found}) >= case.shares
+    for once, again, same in found:
+        assert again == once[-len(again) :]
+        assert all(same)
+
+
+class Extra(nn.Module):
+    """A layer with state that is no tensor, and buffers that it replaces by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("seen", torch.zeros(0), persistent=False)  # it grows
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.seen = torch.cat([self.seen, x.detach().mean().reshape(1)])
+            self.count = self.count + 1
+        return x + self.linear(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class WithExtra(Net):
+    """Both stages have such a layer."""
+
+    def made(self) -> None:
+        model: Any = self.model
+        model.blocks = nn.Sequential(Extra(), *model.blocks, Extra())
+
+
+@pytest.mark.parametrize("name", ["pp", "pp, gpipe, dp"])
+def test_state_of_all_stages_is_saved_and_loads_on_one_process(ranks, name, tmp_path):
+    case = ENGINES[name]
+
+    def run() -> dict[str, Any]:
+        _, module = run_of(case, tmp_path, WithExtra, checkpointing=True)
+        blocks: Any = module.model.blocks
+        ends = {0: blocks[0], 3: blocks[3]}
+        return {
+            index: (each.calls, each.seen.tolist(), each.count.item())
+            for index, each in ends.items()
+            if not isinstance(each.seen, Absent)
+        }
+
+    found = ranks(case.processes)(run)
+    assert [list(each) for each in found] == [[0], [3]] * case.shares
+    first, last = found[0][0], found[1][3]
+    for of_rank in found[2:]:  # the other replica has the buffers of the first
+        for index, (_, seen, count) in of_rank.items():
+            assert (seen, count) == (first, last)[index // 3][1:]
+    (step,) = (tmp_path / "checkpoints").glob("step-*")
+    isolation.reset_trainer_state()
+    trainer, module = trainer_and_module(ONE, tmp_path / "one", WithExtra)
+    trainer.validate(module, loader(ONE), ckpt_path=step)
+    blocks: Any = module.model.blocks
+    assert (blocks[0].calls, blocks[3].calls) == (first[0], last[0])
+    assert (blocks[0].count.item(), blocks[3].count.item()) == (first[2], last[2])
+
+
+class WithoutItems(Net):
+    """A whole window has no items."""
+
+    def kept(self, batch: Any) -> Tensor:
+        return super().kept(batch) & ((batch[1] < 8) | (batch[1] >= 24))[:, None]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_window_without_items_is_an_update_of_zero(ranks, name, tmp_path):
+    case = ENGINES[name]
+
+    def run(case: Any) -> Any:
+        isolation.reset_trainer_state()
+        outcome = fit(case, tmp_path / name, WithoutItems, gradient_accumulation_steps=2)
+        return outcome.weights, outcome.metrics, outcome.counters
+
+    weights, metrics, counters = run(ONE)
+    found = ranks(case.processes)(lambda: run(case))
+    torch.testing.assert_close(found[0][0], weights, rtol=0, atol=TOLERANCE)
+    for _, metrics_there, counters_there in found:
+        assert metrics_there == pytest.approx(metrics, abs=TOLERANCE)
+        assert counters_there["items_seen"] == counters["items_seen"]
+        assert counters_there["global_step"] == counters["global_step"]
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+class Fails(Net):
+    """Fails on some ranks, where `place` says."""
+
+    place, ranks, at = "", (0,), 0
+
+    def fail(self, place: str) -> None:
+        if self.place == place and dist.get_rank() in self.ranks and self.batch_idx >= self.at:
+            raise KeyError("the user's own error")
+
+    def made(self) -> None:
+        self.model.register_forward_pre_hook(lambda *_: self.fail("model"))
+        self.model.blocks[1].norm.register_forward_hook(lambda *_: self.fail("layer"))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batch_idx = batch_idx
+        self.fail("before")
+        loss = super().training_step(batch, batch_idx)
+        self.fail("after")
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("place", "ranks_of"), [("before", (0,)), ("before", (0, 1)), ("layer", (1,)), ("after", (1,))]
+)
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_error_of_a_step_is_shown_where_it_was_raised_and_all_end(
+    ranks2, place, ranks_of, at, tmp_path
+):
+    class Kind(Fails):
+        pass
+
+    Kind.place, Kind.ranks, Kind.at = place, ranks_of, at
+
+    def run() -> str:
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            run_of(ENGINES["pp"], tmp_path, Kind)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert isinstance(caught.value, KeyError) is (dist.get_rank() in ranks_of)
+        return shown
+
+    for rank, shown in enumerate(ranks2(run)):
+        if rank in ranks_of:
+            assert 'raise KeyError("the user\'s own error")' in shown
+            assert "in training_step" in shown
+        else:
+            assert f"Rank {ranks_of[0]} failed while the others waited for it: KeyError" in shown
+
+
+# -- activation checkpointing ----------------------------------------------------------------------
+
+
+class Checkpointed(Net):
+    """Activations of each block are computed again in backward."""
+
+    dropout, reentrant = 0.0, False
+
+    def made(self) -> None:
+        model: Any = self.model
+        model.blocks = Recomputed(model.blocks, self.reentrant)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, blocks: Any, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = nn.ModuleList(blocks), reentrant
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, self.drop(x), use_reentrant=self.reentrant)
+        return x
+
+
+class NotCheckpointed(Checkpointed):
+    def made(self) -> None:
+        super().made()
+        self.model.blocks.forward = self.plainly  # type: ignore[union-attr]
+
+    def plainly(self, x: Tensor) -> Tensor:
+        blocks: Any = self.model.blocks
+        for layer in blocks.layers:
+            x = layer(blocks.drop(x))
+        return x
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+@pytest.mark.parametrize("name", ["pp", "pp, gpipe, dp"])
+def test_activations_that_are_computed_again_give_the_same_run(ranks, name, tmp_path):
+    case = ENGINES[name]
+    pool = ranks(case.processes)
+    kept = pool(lambda: fit(case, tmp_path, NotCheckpointed))
+    found = pool(lambda: fit(case, tmp_path, Checkpointed))
+    torch.testing.assert_close(found[0].weights, kept[0].weights, rtol=0, atol=0)
+    assert found[0].metrics == kept[0].metrics
+
+
+def test_reentrant_checkpointing_is_refused_by_name(ranks2, tmp_path):
+    def run() -> str:
+        with pytest.raises(RuntimeError) as caught:
+            run_of(ENGINES["pp"], tmp_path, Reentrant)
+        return str(caught.value)
+
+    assert all("use_reentrant=False" in message for message in ranks2(run))

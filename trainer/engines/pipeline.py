@@ -245,6 +245,7 @@ class Pipeline(SingleDevice):
         self._losses: list[tuple[Tensor, float]] = []
         self._logged: list[tuple[Any, ...]] = []
         self._error: Exception | None = None  # of one of the steps
+        self._checked = False  # whether a batch has run without collectives of its own
         self._window = _Window()
         self._undo: list[Callable[[], Any]] = []
 
@@ -412,7 +413,7 @@ class Pipeline(SingleDevice):
             current.output = next((t for t in leaves(output) if isinstance(t, Tensor)), None)
             if not current.trains:
                 raise _StageEnded
-        return absent(output, self.options.device)
+        return _with_gradient(absent(output, self.options.device))
 
     def _skip(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a layer of another stage would, without its values."""
@@ -428,9 +429,7 @@ class Pipeline(SingleDevice):
             part = self.module.get_submodule(self._plan.layers[index])
             with only_shapes(), _kept_buffers(part):
                 self._shapes[key] = absent(forward(*args, **kwargs), device)
-        return map_tree(
-            lambda t: Absent(t, device) if isinstance(t, Tensor) else t, self._shapes[key]
-        )
+        return _with_gradient(self._shapes[key])
 
     def _run_beside(self, home: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the ``forward`` of what runs before or after the layers."""
@@ -441,7 +440,7 @@ class Pipeline(SingleDevice):
         owner = getattr(forward, "__self__", None)
         with only_shapes(), _kept_buffers(owner):
             outputs = forward(*absent(args, device), **absent(kwargs, device))
-            return absent(outputs, device)
+        return _with_gradient(absent(outputs, device))
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the ``forward`` of what contains the layers."""
@@ -590,6 +589,11 @@ class Pipeline(SingleDevice):
 
     # -- a training step ---------------------------------------------------------------------------
 
+    # ARG002: an interface
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:  # noqa: ARG002
+        """Count a batch, which all processes do, also those that have none."""
+        self._batches += 1
+
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module; a training step also runs its backward passes."""
         if name != "training_step":
@@ -601,7 +605,6 @@ class Pipeline(SingleDevice):
         items = sum(micro.items for micro in micro_batches)
         window = self._window
         window.begun, window.reference = True, window.reference or items
-        self._batches += 1
         self._run_step = lambda micro: super(Pipeline, self).forward(name, micro.batch, *others)
         for micro in micro_batches:
             micro.boundaries = self._boundaries_of(micro)
@@ -609,6 +612,7 @@ class Pipeline(SingleDevice):
         self._losses, self._logged, self._error = [], [], None
         try:
             self._run_schedule(micro_batches)
+            self._checked = True
         finally:
             self._pass, self._run_step, self._micro_batches = None, _nothing, []
         mean = torch.zeros((), device=self.options.device)
@@ -674,7 +678,6 @@ class Pipeline(SingleDevice):
         try:
             with (
                 self.isolated(),
-                torch.no_grad(),
                 self._seeded(micro.number),
                 self._without_collectives(first=True),
             ):
@@ -835,7 +838,7 @@ class Pipeline(SingleDevice):
             with (
                 self._autocast(),
                 self._seeded(number),
-                self._without_collectives(first=self._batches == 1),
+                self._without_collectives(first=not self._checked),
             ):
                 output = self._loss(micro, current) if stage == self._stages - 1 else None
                 if output is None:
@@ -1379,6 +1382,18 @@ def _check_known(args: Any, kwargs: Any, layer: str) -> None:
             "before it returns. Only that goes from stage to stage: let the stages begin elsewhere "
             "(pp_split), or compute the value from the batch."
         )
+
+
+def _with_gradient(tree: Any) -> Any:
+    """Return new absent tensors that require a gradient, as what layers return does."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, Absent):
+            return value
+        fresh = Absent(value, value.device)
+        return fresh.requires_grad_(torch.is_grad_enabled() and fresh.is_floating_point())
+
+    return map_tree(made, tree)
 
 
 @contextmanager

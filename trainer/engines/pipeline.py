@@ -61,6 +61,7 @@ _OTHER_STAGES = (
     "a time, and would wait for each other. Call it in on_train_step_end."
 )
 _KEPT = 4  # schedules of other sizes that are kept, each with what it receives into
+_SHAPES = 10_000  # shapes of batches and of what modules return that are kept
 _EXTRA = "_extra_state"
 # Parts of the names of optimizers that look at all parameters together.
 _NEED_ALL = ("dadapt", "lbfgs", "prodigy")
@@ -237,7 +238,8 @@ class Pipeline(SingleDevice):
         self._names_of_generators: dict[str, str] = {}
         self._seed, self._batches, self._evaluated = 0, 0, 0
         self._pass: _Pass | None = None
-        self._shapes: dict[Any, Any] = {}  # what skipped layers return, by what they get
+        # What modules of other stages return, by what they get.
+        self._shapes: OrderedDict[Any, Any] = OrderedDict()
         self._boundaries: OrderedDict[Any, list[Boundary]] = OrderedDict()
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._micro_batches: list[_MicroBatch | None] = []
@@ -353,7 +355,7 @@ class Pipeline(SingleDevice):
         for name, part in parts.items():
             inside = any(_within(name, layer) for layer in plan.layers)
             if not inside and name not in plan.everywhere and _has_parameters(part):
-                self._replace_forward(part, partial(self._run_beside, plan.homes[name]))
+                self._replace_forward(part, partial(self._run_beside, name))
 
     def _replace_forward(self, part: nn.Module, run: Callable[..., Any]) -> None:
         self._undo.append(attribute_restorer(part, "forward"))
@@ -392,8 +394,7 @@ class Pipeline(SingleDevice):
             raise RuntimeError(
                 f"{plan.layers[index]} runs without gradients in training_step, so that no stage "
                 "before it could be trained. Activation checkpointing does so if it is reentrant: "
-                "pass use_reentrant=False (of transformers: gradient_checkpointing_enable("
-                "{'use_reentrant': False}))."
+                "pass use_reentrant=False."
             )
         if index == here[0]:
             if not current.recomputes:
@@ -417,30 +418,33 @@ class Pipeline(SingleDevice):
 
     def _skip(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a layer of another stage would, without its values."""
-        device = self.options.device
-        args, kwargs = absent(args, device), absent(kwargs, device)
         first = next((t for t in leaves([args, kwargs]) if isinstance(t, Tensor)), None)
         assert self._pass is not None
+        assert self._plan is not None
         if first is not None:
             self._pass.found.setdefault(index, Boundary(first))
-        key = index, _signature([args, kwargs]), torch.is_autocast_enabled(device.type)
-        if key not in self._shapes:
-            assert self._plan is not None
-            part = self.module.get_submodule(self._plan.layers[index])
-            with only_shapes(), _kept_buffers(part):
-                self._shapes[key] = absent(forward(*args, **kwargs), device)
-        return _with_gradient(self._shapes[key])
+        return self._shapes_of(self._plan.layers[index], forward, args, kwargs)
 
-    def _run_beside(self, home: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_beside(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the ``forward`` of what runs before or after the layers."""
         current = self._pass
-        if current is None or current.stage == home:
+        assert self._plan is not None
+        if current is None or current.stage == self._plan.homes[name]:
             return forward(*args, **kwargs)
+        return self._shapes_of(name, forward, args, kwargs)
+
+    def _shapes_of(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a module would; it runs once for the shapes of what it gets."""
         device = self.options.device
-        owner = getattr(forward, "__self__", None)
-        with only_shapes(), _kept_buffers(owner):
-            outputs = forward(*absent(args, device), **absent(kwargs, device))
-        return _with_gradient(absent(outputs, device))
+        autocast = torch.is_autocast_enabled(device.type)
+        key = name, _signature([args, kwargs]), autocast, self.module.training
+        if key not in self._shapes:
+            with only_shapes(), _kept_buffers(self.module.get_submodule(name)):
+                outputs = forward(*absent(args, device), **absent(kwargs, device))
+                self._shapes[key] = absent(outputs, device)
+            if len(self._shapes) > _SHAPES:
+                self._shapes.popitem(last=False)
+        return _with_gradient(self._shapes[key])
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the ``forward`` of what contains the layers."""
@@ -704,7 +708,7 @@ class Pipeline(SingleDevice):
                 f"{expected} on the last stage: it must do the same on all stages."
             )
         self._boundaries[key] = found
-        if len(self._boundaries) > 1000:
+        if len(self._boundaries) > _SHAPES:
             self._boundaries.popitem(last=False)
         return found
 

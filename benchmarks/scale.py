@@ -1,7 +1,8 @@
 """A Llama of 7 billion parameters on 8 to 1,024 processes, of which one runs without data.
 
 Torch's fake process group stands for the other processes, and fake tensors for the values. The
-engine, the update and the plan of a save are those of a run.
+engine, the update and the plan of a save are those of a run. Pipelines run on processes of this
+machine, see `benchmarks.pipeline`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import pipeline
+from benchmarks.ddp import run_on_processes
 from benchmarks.report import Column, Result, Row, Unavailable, say
 from benchmarks.timing import is_chosen, quartiles
 from trainer import TrainModule
@@ -53,6 +56,7 @@ COLUMNS = (
     Column("all-reduce", "all-reduces", 0),
     Column("sent", "messages, GB"),
     Column("plan", "plan, CPU ms"),
+    *pipeline.COLUMNS,
 )
 # In an operator's name without underscores; the first that is found counts.
 _KINDS = re.compile("allgather|reducescatter|allreduce|alltoall|broadcast|gather|scatter|reduce")
@@ -84,7 +88,7 @@ def _name(layout: Layout, rank: int) -> str:
 def names() -> list[str]:
     """Return the names of all rows."""
     found = [_name(one, rank) for each in layouts().values() for one in each for rank in _ends(one)]
-    return list(dict.fromkeys(found))
+    return [*dict.fromkeys(found), *pipeline.names()]
 
 
 def _ends(layout: Layout) -> tuple[int, int]:
@@ -234,6 +238,9 @@ def run(options: Namespace) -> Result:
                     say(f"{group}: {_name(layout, rank)}")
                     rows.append(measure(layout, rank, options.repeats))
                     rows[-1].group = group
+    if any(is_chosen(name, options.rows) for name in pipeline.names()):
+        processes = {"processes": pipeline.PROCESSES, "steps": 1}
+        rows += run_on_processes("pipeline", Namespace(**{**vars(options), **processes})).rows
     with torch.device("meta"):
         number = sum(p.numel() for p in Language().parameters())
     return Result(
@@ -248,6 +255,12 @@ def run(options: Namespace) -> Result:
         notes=[
             "GB are 1e9 bytes. Files are those with sharded tensors, of one size on the processes "
             "of a replica that write; 0 GB: this process writes none. Messages are those of an "
-            "update, each with the bytes of its largest buffer."
+            "update, each with the bytes of its largest buffer.",
+            f"Stages of layers are those of {pipeline.PROCESSES} processes of this machine, with a "
+            f"model of {pipeline.LAYERS} layers that wait {1e3 * pipeline.SECONDS:g} ms in forward "
+            "and twice that in backward. Idle is the share of a step in which no layer of a "
+            "process runs, its messages included; bubble is (p - 1) / (v m + p - 1), for p "
+            "processes, m micro-batches and v stages a process, what a schedule cannot avoid. "
+            "Activations are the most that the layers of a process have kept for backward.",
         ],
     )

@@ -40,6 +40,7 @@ from benchmarks import (
     overhead,
     page,
     peers,
+    pipeline,
     report,
     scale,
     transformer,
@@ -649,11 +650,12 @@ def test_scale(monkeypatch):
     monkeypatch.setattr(scale, "LLAMA", small)
     monkeypatch.setattr(scale, "PROCESSES", (8, 16))
     monkeypatch.setattr(scale, "TOKENS", 32)
-    result = scale.run(options("scale", "--repeats", 1))
+    result = scale.run(options("scale", "--repeats", 1, "--rows", "processes"))
     ends = {8: ["8 processes, rank 0", "8 processes, rank 7"]}
     ends[16] = ["16 processes, rank 0", "16 processes, rank 15"]
+    result.columns = [each for each in result.columns if each not in pipeline.COLUMNS]
     assert_measured(result, [*ends[8], *ends[16], *ends[16], *ends[8], *ends[16]])
-    assert scale.names() == [*ends[8], *ends[16]]
+    assert scale.names() == [*ends[8], *ends[16], *pipeline.names()]
     number = 2 * 128 * 64 + 64 + 3 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64)
     fsdp8, fsdp16, hsdp, tp8, tp16 = result.rows[::2]
     for row, parts in ((fsdp8, 8), (fsdp16, 16), (hsdp, 8)):
@@ -677,6 +679,22 @@ def test_scale(monkeypatch):
     whole = 8 * tp8.values["parameters"] * 1e9
     assert whole == pytest.approx(4 * number + 7 * alike)
     assert tp16.values["all-reduce"] >= tp8.values["all-reduce"] > fsdp8.values["all-reduce"]
+
+
+def test_pipelines(ranks2):
+    def measured():
+        with mock.patch.multiple(pipeline, SECONDS=0.0, WIDTH=4, MICRO_BATCHES=(4,)):
+            return pipeline.measure(options("scale", "--repeats", 2)), pipeline.names()
+
+    for result, names in ranks2(measured):
+        assert [row.name for row in result.rows] == names
+        gpipe, one_f_one_b, interleaved = (row.values for row in result.rows)
+        assert gpipe["bubble"] == one_f_one_b["bubble"] == pytest.approx(100 / 5)
+        assert interleaved["bubble"] == pytest.approx(100 / 9)
+        assert all(0 < share <= 100 for row in result.rows for share in row.samples["idle"])
+        # of four layers on each process, for each micro-batch whose backward has not run
+        assert gpipe["kept"] == pytest.approx(4 * 4 * 16 / 1e6)
+        assert one_f_one_b["kept"] == pytest.approx(4 * 2 * 16 / 1e6)
 
 
 def test_the_transformer_has_124_million_parameters():

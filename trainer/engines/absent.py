@@ -15,11 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.tree import map_tree
+from trainer.tree import children, leaves, map_tree
 
 _READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique"}
 # Operations whose values depend on no other tensor's.
 _CONSTANT = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
+_PLAIN = (
+    *(int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_KEPT = 10_000
+_RESULTS: dict[Any, Any] = {}  # of operations, by what they were given
 _only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
 
 
@@ -64,48 +70,90 @@ class Absent(Tensor):
         """
         del types
         name = str(function).removeprefix("aten.").partition(".")[0]
-        found: list[tuple[Tensor, Tensor]] = []  # tensors, and what stands for each
-
-        def to_meta(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            size, stride = value.size(), value.stride()
-            made = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
-            found.append((value, made))
-            return made
-
-        inputs, options = map_tree(to_meta, list(args)), map_tree(to_meta, dict(kwargs or {}))
-        device = next(value.device for value, _ in found if isinstance(value, cls))
+        given = [value for value in leaves([args, kwargs or {}]) if isinstance(value, Tensor)]
+        device = next(value.device for value in given if isinstance(value, cls))
         if name in _CONSTANT:
             like = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype)
             return function(like.to(device), *args[1:], **(kwargs or {}))
-        if options.get("device") is not None:
-            options["device"] = torch.device("meta")
-        try:
-            outputs = function(*inputs, **options)
-        except (RuntimeError, NotImplementedError) as error:
-            if name not in _READS:
-                raise
-            raise RuntimeError(
-                "A value is read that another stage of the pipeline computes. Of what layers "
-                "return, stages before the last know shapes alone: compute with tensors in the "
-                "model, and read values in training_step, after the model is called."
-            ) from error
+        key = function, signature([args, kwargs or {}])
+        if key not in _RESULTS:
+            if len(_RESULTS) > _KEPT:
+                _RESULTS.clear()
+            _RESULTS[key] = _run_on_meta(name, function, given, args, kwargs or {})
 
         def to_absent(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            origin = next((tensor for tensor, made in found if made is value), None)
-            if isinstance(origin, cls):
-                return origin
-            if origin is not None and not _only_shapes.get():
-                raise RuntimeError(
-                    f"{name} writes what another stage of the pipeline computes into a tensor that "
-                    "has values: return a new tensor, instead of changing one in place."
-                )
-            return cls(value, device)
+            if isinstance(value, _Argument):
+                origin = given[value.number]
+                if isinstance(origin, cls):
+                    return origin
+                if not _only_shapes.get():
+                    raise RuntimeError(
+                        f"{name} writes what another stage of the pipeline computes into a tensor "
+                        "that has values: return a new tensor, instead of changing one in place."
+                    )
+                value = origin
+            return cls(value, device) if isinstance(value, Tensor) else value
 
-        return map_tree(to_absent, outputs)
+        return map_tree(to_absent, _RESULTS[key])
+
+
+class _Argument:
+    """Stands for an argument that an operation has changed and returned.
+
+    Attributes:
+        number: Its number among the tensors that the operation was given.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _run_on_meta(
+    name: str, function: Any, given: list[Tensor], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run an operation on tensors without memory.
+
+    Returns:
+        What it returned; in the place of its arguments `_Argument`.
+
+    Raises:
+        RuntimeError: It needs values.
+    """
+    made = [
+        torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device="meta")
+        for each in given
+    ]
+    instead = iter(made)
+    inputs, options = map_tree(
+        lambda value: next(instead) if isinstance(value, Tensor) else value, [list(args), kwargs]
+    )
+    if options.get("device") is not None:
+        options["device"] = torch.device("meta")
+    try:
+        outputs = function(*inputs, **options)
+    except (RuntimeError, NotImplementedError) as error:
+        if name not in _READS:
+            raise
+        raise RuntimeError(
+            "A value is read that another stage of the pipeline computes. Of what layers return, "
+            "stages before the last know shapes alone: compute with tensors in the model, and read "
+            "values in training_step, after the model is called."
+        ) from error
+    numbers = {id(each): number for number, each in enumerate(made)}
+    return map_tree(
+        lambda value: _Argument(numbers[id(value)]) if id(value) in numbers else value, outputs
+    )
+
+
+def signature(tree: Any) -> Any:
+    """Return what tells apart trees with other shapes, dtypes, numbers or classes of objects."""
+    parts = children(tree)
+    if parts is not None:
+        return type(tree).__name__, tuple((str(key), signature(part)) for key, part in parts)
+    if isinstance(tree, Tensor):
+        strides = tree.stride() if tree.layout == torch.strided else ()
+        return tuple(tree.shape), strides, tree.dtype, isinstance(tree, Absent)
+    return (type(tree), tree) if isinstance(tree, _PLAIN) else type(tree)
 
 
 def absent(tree: Any, device: torch.device) -> Any:

@@ -37,7 +37,7 @@ from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
-from trainer.engines.absent import Absent, absent, only_shapes
+from trainer.engines.absent import Absent, absent, only_shapes, signature
 from trainer.engines.averaging import average_gradients_of, give_nothing
 from trainer.engines.base import EngineOptions, Gradients, Weights, gathered_on_first
 from trainer.engines.compile import is_compiled
@@ -54,7 +54,7 @@ from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import keeps_on_host
 from trainer.optim.weighting import loss_of, scale_
 from trainer.rng import isolated_rng, mix, seed_local
-from trainer.tree import LocalShards, as_bytes, children, fill_, find_batch_size, leaves, map_tree
+from trainer.tree import LocalShards, as_bytes, fill_, find_batch_size, leaves, map_tree
 
 _OTHER_STAGES = (
     "is called in training_step, but the processes of a pipeline run it for other micro-batches at "
@@ -437,7 +437,7 @@ class Pipeline(SingleDevice):
         """Return what a module would; it runs once for the shapes of what it gets."""
         device = self.options.device
         autocast = torch.is_autocast_enabled(device.type)
-        key = name, _signature([args, kwargs]), autocast, self.module.training
+        key = name, signature([args, kwargs]), autocast, self.module.training
         if key not in self._shapes:
             with only_shapes(), _kept_buffers(self.module.get_submodule(name)):
                 outputs = forward(*absent(args, device), **absent(kwargs, device))
@@ -672,7 +672,9 @@ class Pipeline(SingleDevice):
             Exception: An error of the step on this stage.
             RuntimeError: Another stage has failed, or has found other shapes.
         """
-        key = _signature(micro.batch)
+        key = signature(
+            map_tree(lambda value: "" if isinstance(value, str) else value, micro.batch)
+        )
         if key in self._boundaries:
             self._boundaries.move_to_end(key)
             return self._boundaries[key]
@@ -725,7 +727,8 @@ class Pipeline(SingleDevice):
     @contextmanager
     def _without_collectives(self, *, first: bool) -> Iterator[None]:
         """Forbid collectives in the user's step; those of torch itself in a `first` one alone."""
-        with forbid_collectives(_OTHER_STAGES), _NoCollectives() if first else nullcontext():
+        mode: Any = _NoCollectives() if first else nullcontext()  # type: ignore[no-untyped-call]  # torch's
+        with forbid_collectives(_OTHER_STAGES), mode:
             yield
 
     def _seed_of(self, number: int) -> int:
@@ -1349,16 +1352,6 @@ def _send(tensor: Tensor, group: Any, first: int) -> Tensor:
     return tensor
 
 
-def _signature(tree: Any) -> Any:
-    """Return what tells apart trees whose tensors have other shapes, or with other numbers."""
-    parts = children(tree)
-    if parts is not None:
-        return type(tree).__name__, tuple((str(key), _signature(part)) for key, part in parts)
-    if isinstance(tree, Tensor):
-        return tuple(tree.shape), tree.dtype, isinstance(tree, Absent)
-    return tree if isinstance(tree, (int, float, bool, str, type(None))) else type(tree).__name__
-
-
 def _received_in(
     args: tuple[Any, ...], kwargs: dict[str, Any], received: Tensor, layer: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -1455,6 +1448,10 @@ def _path_in(module: nn.Module, name: str, value: Any) -> str | None:
         f"The metric {name!r} is a {type(value).__name__} that is not an attribute of the "
         "module, where the other stages could find theirs: assign it in __init__."
     )
+
+
+def _without_text(value: Any) -> Any:
+    return "" if isinstance(value, str) else value
 
 
 def _has_parameters(module: nn.Module) -> bool:

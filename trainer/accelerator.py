@@ -448,11 +448,8 @@ class Accelerator:
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Raises ``NotImplementedError``: the mesh has no such dimension."""
-        raise NotImplementedError(
-            "pipeline_parallel_rank: parallelism_config has no dimension for pipelines, which run "
-            "by themselves. See PipelineParallel, whose stage_index is the rank."
-        )
+        """The rank among the processes that have layers of one model; 0 without stages."""
+        return self._rank_in("pp")
 
     def _rank_in(self, dimension: str) -> int:
         if self.parallelism_config is None:

@@ -441,8 +441,7 @@ def test_each_process_knows_its_place_in_the_mesh(ranks):
         assert accelerator.should_save_model
         assert not accelerator.multi_device
         assert accelerator.torch_device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard")
-        with pytest.raises(NotImplementedError, match="pipeline_parallel_rank"):
-            accelerator.pipeline_parallel_rank
+        assert accelerator.pipeline_parallel_rank == 0
         assert accelerator.context_parallel_rank == 0
         places = accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank
         return *places, accelerator.tensor_parallel_rank

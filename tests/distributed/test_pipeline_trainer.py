@@ -24,9 +24,10 @@ from tests.helpers.promises import (
     plain,
     trainer_and_module,
 )
-from trainer import ParallelismConfig, Trainer
+from trainer import Accelerator, ParallelismConfig, Trainer
 from trainer.engines.absent import Absent, only_shapes
 from trainer.engines.stages import plan_stages
+from trainer.enums import DistributedType
 
 CPU = torch.device("cpu")
 PIPELINES = [name for name in ENGINES if name.startswith("pp")]
@@ -101,6 +102,18 @@ def test_a_split_that_cannot_be_is_an_error_by_name(split, stages, message):
 def test_what_stages_do_not_work_with_is_refused_by_name(options, error, message):
     with pytest.raises(error, match=message):
         ParallelismConfig(pp_size=2, **options)
+
+
+def test_each_process_knows_its_stage(ranks):
+    def look() -> Any:
+        config = ParallelismConfig(dp_replicate_size=2, pp_size=2)
+        accelerator = Accelerator(cpu=True, parallelism_config=config)
+        assert not accelerator.is_fsdp2
+        assert accelerator.distributed_type == DistributedType.MULTI_CPU
+        assert accelerator.engine.parallel.dp_rank == accelerator.data_parallel_rank
+        return accelerator.data_parallel_rank, accelerator.pipeline_parallel_rank
+
+    assert ranks(4)(look) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 # -- training --------------------------------------------------------------------------------------

@@ -208,15 +208,15 @@ class Pipeline(SingleDevice):
         self.config = config
         self._ranks: int = config.pp_size
         # Processes that read the same data have consecutive ranks, as with the other engines.
-        sizes = {"dp": config.data_parallel_size, "pp": config.pp_size}
-        mesh = device_mesh(options.device.type, sizes)
-        self._group, self._replicas = mesh.get_group("pp"), mesh.get_group("dp")
+        sizes = {"dp_replicate": config.data_parallel_size, "pp": config.pp_size}
+        mesh = config.device_mesh = device_mesh(options.device.type, sizes)
+        self._group, self._replicas = mesh.get_group("pp"), mesh.get_group("dp_replicate")
         self._place: int = mesh.get_local_rank("pp")
         self._stages = config.pp_size * (config.pp_stages_per_rank or 1)
         self._here = range(self._place, self._stages, self._ranks)
         self._is_last = self._place == self._ranks - 1
         self.parallel = Parallel(
-            dp_rank=mesh.get_local_rank("dp"),
+            dp_rank=mesh.get_local_rank("dp_replicate"),
             dp_size=config.data_parallel_size,
             is_data_primary=self._is_last,
             is_log_primary=self._is_last,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from callbacks import EMA, Callback, GradientNormMonitor
 from tests.helpers import isolation
 from tests.helpers.promises import (
     ENGINES,
@@ -21,6 +23,7 @@ from tests.helpers.promises import (
     Net,
     fit,
     loader,
+    pipeline,
     plain,
     trainer_and_module,
 )
@@ -407,3 +410,213 @@ def test_reentrant_checkpointing_is_refused_by_name(ranks2, tmp_path):
         return str(caught.value)
 
     assert all("use_reentrant=False" in message for message in ranks2(run))
+
+
+# -- models of transformers ------------------------------------------------------------------------
+
+
+class Language(Net):
+    """A model of transformers, whose blocks are found."""
+
+    recomputes = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(0)
+        self.model = self.language()
+        if self.recomputes:
+            enable = getattr(
+                self.model,
+                "activation_checkpointing_enable",
+                getattr(self.model, "gradient_checkpointing_enable", None),
+            )
+            enable({"use_reentrant": False})
+
+    def mean(self, batch: Any) -> Tensor:
+        logits = self.model(input_ids=batch[0][:, :-1]).logits
+        each = nn.functional.cross_entropy(logits.mT, batch[0][:, 1:], reduction="none")
+        return (each * self.kept(batch)).sum() / self.kept(batch).sum()
+
+
+class Gpt2(Language):
+    """Its head is its embedding."""
+
+    def language(self) -> Any:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+        nothing = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        ids = {"bos_token_id": 0, "eos_token_id": 0}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **nothing, **ids))
+
+
+class Llama(Language):
+    """It computes positions for all layers, and recomputes their activations."""
+
+    recomputes = True
+
+    def language(self) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 32}
+        ids = {"vocab_size": 32, "num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+        return LlamaForCausalLM(LlamaConfig(**sizes, **ids))
+
+
+@pytest.mark.parametrize("kind", [Gpt2, Llama])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_models_of_transformers_train_alike(ranks2, kind, schedule, tmp_path):
+    pytest.importorskip("transformers")
+    isolation.reset_trainer_state()
+    expected = plain(ONE, kind, max_grad_norm=0.5)
+    case = pipeline(schedule)
+    found = ranks2(lambda: fit(case, tmp_path, kind, max_grad_norm=0.5))
+    trained = {name: found[0].weights[name] for name in expected.weights}
+    torch.testing.assert_close(trained, expected.weights, rtol=0, atol=1e-5)
+    assert found[0].metrics == pytest.approx(expected.metrics, abs=1e-5)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_a_process_holds_the_weights_and_state_of_its_stage(ranks2, tmp_path):
+    class Held(Callback):
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
+            parameters = [p for p in module.parameters() if not isinstance(p, Absent)]
+            self.numbers = sum(p.numel() for p in parameters)
+            optimizer = trainer.optimizers[0].optimizer
+            self.states = sum(s["momentum_buffer"].numel() for s in optimizer.state.values())
+
+    def run() -> tuple[int, int]:
+        held = Held()
+        run_of(ENGINES["pp"], tmp_path, Net, callbacks=[held])
+        return held.numbers, held.states
+
+    block = 2 * 16 + 16 * 32 + 32 + 32 * 16 + 16
+    first, last = 32 * 16 + block, block + 16 * 32 + 32
+    assert ranks2(run) == [(first, first), (last, last)]
+
+
+# -- what cannot be --------------------------------------------------------------------------------
+
+
+class LeavesOut(nn.Module):
+    """The first block never runs."""
+
+    def __init__(self, blocks: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](x)  # type: ignore[no-any-return]
+
+
+class TakesBoth(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        return self.inner(x) + first
+
+
+class LongSkip(nn.Module):
+    """The last block needs what the first one gets."""
+
+    def __init__(self, blocks: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([blocks[0], TakesBoth(blocks[1])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x), x)
+
+
+class NeedsTheEmbedding(Net):
+    def made(self) -> None:
+        model: Any = self.model
+        model.blocks = LongSkip(model.blocks)
+
+
+class WithoutFirst(Net):
+    def made(self) -> None:
+        model: Any = self.model
+        model.blocks = LeavesOut(model.blocks)
+
+
+class CallsTwice(Net):
+    def mean(self, batch: Any) -> Tensor:
+        return super().mean(batch) + super().mean(batch)
+
+
+class ReadsAValue(Net):
+    def made(self) -> None:
+        self.model.last.register_forward_pre_hook(lambda _, args: float(args[0].sum()))
+
+
+class ReturnsNone(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class SparseNet(Net):
+    def made(self) -> None:
+        self.model.embedding.sparse = True  # type: ignore[union-attr]
+
+
+class Prodigy(torch.optim.SGD):
+    """Its name says that it looks at all parameters."""
+
+
+class AllTogether(Net):
+    def configure_optimizers(self) -> Any:
+        return Prodigy(self.parameters(), lr=0.1)
+
+
+class OwnStep(Net):
+    def optimizer_step(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class KeepsParameters(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": {name: p.detach() for name, p in self.module.named_parameters()}}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.module = module
+
+
+REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
+    "a skip": (NeedsTheEmbedding, {}, "needs a value that another stage of the pipeline has"),
+    "layers left out": (WithoutFirst, {}, "did not run|has not run|as its first argument"),
+    "two calls": (CallsTwice, {}, "call the model once"),
+    "a value": (ReadsAValue, {}, "A value is read that another stage of the pipeline computes"),
+    "no loss": (ReturnsNone, {}, "training_step returned None"),
+    "sparse gradients": (SparseNet, {}, "sparse gradients in model.embedding"),
+    "an optimizer of all parameters": (AllTogether, {}, "Prodigy cannot update the layers of one"),
+    "its own step": (OwnStep, {}, "OwnStep overrides optimizer_step, but the step of a pipeline"),
+    "fp16": (Net, {"mixed_precision": "fp16"}, "does not support mixed_precision='fp16'"),
+    "averages": (Net, {"callbacks": [EMA()]}, "EMA puts averaged weights.*which a pipeline keeps"),
+    "gradient norms": (
+        Net,
+        {"callbacks": [GradientNormMonitor()]},
+        "GradientNormMonitor reads.*of a pipeline have other layers",
+    ),
+    "saved parameters": (
+        Net,
+        {"callbacks": [KeepsParameters()], "checkpointing": True},
+        r"\['kept'\]\['model.* cannot be saved: it is a Absent",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_a_pipeline_cannot_do_is_refused_by_name(ranks2, why, tmp_path):
+    kind, options, message = REFUSED[why]
+
+    def run() -> str:
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - each has its own class
+            run_of(ENGINES["pp"], tmp_path, kind, **options)
+        return str(caught.value)
+
+    messages = ranks2(run)
+    assert any(re.search(message, each) for each in messages), messages

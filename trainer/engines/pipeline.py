@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from math import inf, isclose
 from typing import Any
 
@@ -37,13 +37,21 @@ from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
-from trainer.engines.absent import Absent, absent, only_shapes, signature
+from trainer.engines.absent import Absent, signature
 from trainer.engines.averaging import average_gradients_of, give_nothing
 from trainer.engines.base import EngineOptions, Gradients, Weights, gathered_on_first
 from trainer.engines.compile import is_compiled
 from trainer.engines.lockstep import has_sync_batch_norm
 from trainer.engines.single import SingleDevice, attribute_restorer
-from trainer.engines.stages import StagePlan, plan_stages
+from trainer.engines.stage_layers import (
+    SHAPES,
+    Boundary,
+    StageEnded,
+    StageLayers,
+    StagePass,
+    check_known,
+)
+from trainer.engines.stages import plan_stages
 from trainer.enums import DynamoBackend
 from trainer.errors import DistributedOperationException
 from trainer.names import bare_names
@@ -53,50 +61,17 @@ from trainer.optim.lomo import is_lomo
 from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import keeps_on_host
 from trainer.optim.weighting import loss_of, scale_
-from trainer.rng import isolated_rng, mix, seed_local
-from trainer.tree import LocalShards, as_bytes, fill_, find_batch_size, leaves, map_tree
+from trainer.rng import isolated_rng, mix
+from trainer.tree import LocalShards, as_bytes, fill_, find_batch_size, map_tree
 
 _OTHER_STAGES = (
     "is called in training_step, but the processes of a pipeline run it for other micro-batches at "
     "a time, and would wait for each other. Call it in on_train_step_end."
 )
 _KEPT = 4  # schedules of other sizes that are kept, each with what it receives into
-_SHAPES = 10_000  # shapes of batches and of what modules return that are kept
 _EXTRA = "_extra_state"
 # Parts of the names of optimizers that look at all parameters together.
 _NEED_ALL = ("dadapt", "lbfgs", "prodigy")
-
-
-class Boundary:  # no dataclass, which would be a container of tensors
-    """The shape of a tensor that goes from a stage to others.
-
-    Args:
-        tensor: The tensor.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-    @property
-    def size(self) -> int:
-        """The number of values."""
-        return torch.Size(self.shape).numel()
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether shapes and dtypes are equal."""
-        return isinstance(other, Boundary) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        """Return a hash of both."""
-        return hash((self.shape, self.dtype))
-
-    def __repr__(self) -> str:
-        """Return the shape and dtype."""
-        return f"a tensor of shape {self.shape} and {self.dtype}"
-
-
-class _StageEnded(BaseException):  # not an Exception: the user's code must not catch it
-    """Ends a step where the model returns, on a stage before the last one."""
 
 
 @dataclass
@@ -114,33 +89,6 @@ class _MicroBatch:
     batch: Any
     items: float
     boundaries: Sequence[Boundary] = ()
-
-
-@dataclass
-class _Pass:
-    """A micro-batch in a stage: a call of the user's step.
-
-    Attributes:
-        stage: The stage; None if only shapes are looked for.
-        trains: Whether gradients are needed.
-        received: What the stage before has sent.
-        seed: What the layers draw their random numbers from.
-        output: What the stage's last layer returned.
-        calls: How often the stage's first layer was called.
-        inside: How many modules that contain the layers run.
-        recomputes: Whether backward runs, in which layers may be computed again.
-        found: What goes into each layer, by its index.
-    """
-
-    stage: int | None
-    trains: bool = False
-    received: Tensor | None = None
-    seed: int | None = None
-    output: Tensor | None = None
-    calls: int = 0
-    inside: int = 0
-    recomputes: bool = False
-    found: dict[int, Boundary] = field(default_factory=dict)
 
 
 @dataclass
@@ -227,19 +175,12 @@ class Pipeline(SingleDevice):
         self.schedules: Sequence[Any] = ()
         self.gradients = PipelineGradients(self)
         self.weights = PipelineWeights(self)
-        self._plan: StagePlan | None = None
-        # By the id of each that was replaced; the old ones are kept, so that no id recurs.
-        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._own: list[nn.Parameter] = []  # those with values here
-        self._owners: dict[int, tuple[int, ...]] = {}  # the ranks that have each, by its id
+        self.layers: StageLayers  # of the module that was started
         self._extra: dict[str, Any] = {}  # the extra state of all stages, by name
         self._described: dict[str, Boundary] = {}  # the buffers of all stages, by name
         self._generators: dict[str, Any] = {}
         self._names_of_generators: dict[str, str] = {}
         self._seed, self._batches, self._evaluated = 0, 0, 0
-        self._pass: _Pass | None = None
-        # What modules of other stages return, by what they get.
-        self._shapes: OrderedDict[Any, Any] = OrderedDict()
         self._boundaries: OrderedDict[Any, list[Boundary]] = OrderedDict()
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._micro_batches: list[_MicroBatch | None] = []
@@ -249,7 +190,6 @@ class Pipeline(SingleDevice):
         self._error: Exception | None = None  # of one of the steps
         self._checked = False  # whether a batch has run without collectives of its own
         self._window = _Window()
-        self._undo: list[Callable[[], Any]] = []
 
     # -- placing -----------------------------------------------------------------------------------
 
@@ -292,13 +232,14 @@ class Pipeline(SingleDevice):
         if step_sync is not None:
             self.step_sync = step_sync
             self._seed = broadcast_object(torch.initial_seed())
-        self._plan = plan_stages(module, self.config.pp_split, self._stages)
-        self._divide(module, self._plan)
+        plan = plan_stages(module, self.config.pp_split, self._stages)
+        self.layers = StageLayers(
+            module, plan, self._place, self._ranks, self.options.device, self._run_stages
+        )
         if split:
-            self._broadcast(self._own, src=None)
+            self._broadcast(self.layers.own, src=None)
         self._generators = module_generators(module)
         self._names_of_generators = group_equal(self._generators)
-        self._wrap(module, self._plan)
         self.broadcast_buffers()
 
     def _broadcast(self, tensors: Iterable[Tensor], src: int | None) -> None:
@@ -306,60 +247,6 @@ class Pipeline(SingleDevice):
         group, first = (self._replicas, 0) if src is None else (dist.group.WORLD, src)
         for tensor in tensors:
             _send(tensor.detach(), group, first)
-
-    def _divide(self, module: nn.Module, plan: StagePlan) -> None:
-        """Replace the weights of other stages by absent ones, and note who has which."""
-        parts = dict(module.named_modules())
-        owners: dict[int, set[int]] = {}
-        tensors: dict[int, nn.Parameter] = {}
-        for name, part in parts.items():
-            for parameter in part.parameters(recurse=False):
-                stages = plan.stages_with(name)
-                owners.setdefault(id(parameter), set()).update(s % self._ranks for s in stages)
-                tensors[id(parameter)] = parameter
-        made: dict[int, Any] = {}
-        for number, ranks in owners.items():
-            parameter = tensors[number]
-            if self._place in ranks:
-                if isinstance(parameter, Absent):
-                    raise ValueError(
-                        f"{type(module).__name__} was divided into other stages before: create it "
-                        "again, and load its weights from a checkpoint."
-                    )
-                made[number] = parameter
-            elif isinstance(parameter, Absent):
-                made[number] = parameter
-            else:
-                value = nn.Parameter(Absent(parameter.detach(), parameter.device))
-                made[number] = value.requires_grad_(parameter.requires_grad)
-                self._replaced[number] = parameter, made[number]
-            self._owners[id(made[number])] = tuple(sorted(ranks))
-        of_layers = {name for name in parts if any(_within(name, layer) for layer in plan.layers)}
-        for name, part in parts.items():
-            own = list(part.named_parameters(recurse=False, remove_duplicate=False))
-            for key, parameter in own:
-                setattr(part, key, made[id(parameter)])
-            here = any(stage % self._ranks == self._place for stage in plan.stages_with(name))
-            if not here and (own or name in of_layers):
-                for key, buffer in part.named_buffers(recurse=False):
-                    part._buffers[key] = absent(buffer, buffer.device)
-        self._own = [p for p in module.parameters() if not isinstance(p, Absent)]
-
-    def _wrap(self, module: nn.Module, plan: StagePlan) -> None:
-        """Let layers, what contains them, and what runs before or after them, know the stage."""
-        parts = dict(module.named_modules())
-        for index, name in enumerate(plan.layers):
-            self._replace_forward(parts[name], partial(self._run_layer, index))
-        for name in plan.runners:
-            self._replace_forward(parts[name], self._run_model)
-        for name, part in parts.items():
-            inside = any(_within(name, layer) for layer in plan.layers)
-            if not inside and name not in plan.everywhere and _has_parameters(part):
-                self._replace_forward(part, partial(self._run_beside, name))
-
-    def _replace_forward(self, part: nn.Module, run: Callable[..., Any]) -> None:
-        self._undo.append(attribute_restorer(part, "forward"))
-        part.forward = wraps(part.forward)(partial(run, part.forward))
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Put absent parameters into an optimizer that was made with those of other stages.
@@ -375,94 +262,9 @@ class Pipeline(SingleDevice):
                 "without pp_size."
             )
         for group in optimizer.param_groups:
-            group["params"] = [self._replaced.get(id(p), (p, p))[1] for p in group["params"]]
+            replaced = self.layers.replaced
+            group["params"] = [replaced.get(id(p), (p, p))[1] for p in group["params"]]
         return optimizer
-
-    # -- the layers of a stage ---------------------------------------------------------------------
-
-    def _run_layer(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the place of a layer's ``forward``."""
-        current, plan = self._pass, self._plan
-        if current is None:
-            return forward(*args, **kwargs)
-        assert plan is not None
-        stage = current.stage
-        if stage is None or index not in plan.range_of(stage):
-            return self._skip(index, forward, args, kwargs)
-        here = plan.range_of(stage)
-        if current.trains and not torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{plan.layers[index]} runs without gradients in training_step, so that no stage "
-                "before it could be trained. Activation checkpointing does so if it is reentrant: "
-                "pass use_reentrant=False."
-            )
-        if index == here[0]:
-            if not current.recomputes:
-                current.calls += 1
-                if current.calls > 1:
-                    raise RuntimeError(
-                        f"training_step runs {plan.layers[index]} several times, but a stage gets "
-                        "its input once for each micro-batch: call the model once."
-                    )
-            if current.received is not None:
-                args, kwargs = _received_in(args, kwargs, current.received, plan.layers[index])
-        _check_known(args, kwargs, plan.layers[index])
-        output = forward(*args, **kwargs)
-        if index != here[-1] or stage == self._stages - 1:
-            return output
-        if not current.recomputes:
-            current.output = next((t for t in leaves(output) if isinstance(t, Tensor)), None)
-            if not current.trains:
-                raise _StageEnded
-        return _with_gradient(absent(output, self.options.device))
-
-    def _skip(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what a layer of another stage would, without its values."""
-        first = next((t for t in leaves([args, kwargs]) if isinstance(t, Tensor)), None)
-        assert self._pass is not None
-        assert self._plan is not None
-        if first is not None:
-            self._pass.found.setdefault(index, Boundary(first))
-        return self._shapes_of(self._plan.layers[index], forward, args, kwargs)
-
-    def _run_beside(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the place of the ``forward`` of what runs before or after the layers."""
-        current = self._pass
-        assert self._plan is not None
-        if current is None or current.stage == self._plan.homes[name]:
-            return forward(*args, **kwargs)
-        return self._shapes_of(name, forward, args, kwargs)
-
-    def _shapes_of(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what a module would; it runs once for the shapes of what it gets."""
-        device = self.options.device
-        autocast = torch.is_autocast_enabled(device.type)
-        key = name, signature([args, kwargs]), autocast, self.module.training
-        if key not in self._shapes:
-            with only_shapes(), _kept_buffers(self.module.get_submodule(name)):
-                outputs = forward(*absent(args, device), **absent(kwargs, device))
-                self._shapes[key] = absent(outputs, device)
-            if len(self._shapes) > _SHAPES:
-                self._shapes.popitem(last=False)
-        return _with_gradient(self._shapes[key])
-
-    def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the place of the ``forward`` of what contains the layers."""
-        current = self._pass
-        if current is None:
-            return self._run_stages(forward, args, kwargs)
-        if current.inside or current.recomputes:
-            return forward(*args, **kwargs)
-        if current.seed is not None:  # each stage drops other values
-            seed_local(current.seed)
-        current.inside += 1
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            current.inside -= 1
-        if current.stage == self._stages - 1:
-            return output
-        raise _StageEnded
 
     # -- stages one after the other ----------------------------------------------------------------
 
@@ -487,14 +289,14 @@ class Pipeline(SingleDevice):
             if stage not in self._here:
                 continue
             if error is None and not (stage and received is None):
-                self._pass = current = _Pass(stage, received=received)
+                self.layers.current = current = StagePass(stage, received=received)
                 try:
                     with isolated_rng(mix(seed, stage), libraries=False):
                         output = self._outcome(current, forward, args, kwargs)
                 except Exception as caught:  # noqa: BLE001 - raised on all stages
                     error = caught
                 finally:
-                    self._pass = None
+                    self.layers.current = None
             if stage < self._stages - 1:
                 self._send(None if error else output, stage)
                 output = None
@@ -503,35 +305,18 @@ class Pipeline(SingleDevice):
         described = self._of_last_stage(described, error)
         return map_tree(partial(self._given, iter(held)), described)
 
-    def _outcome(self, current: _Pass, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _outcome(
+        self, current: StagePass, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Return the output of a stage, that of the whole model for the last one."""
         current.inside = 1
         try:
             output = forward(*args, **kwargs)
-        except _StageEnded:
+        except StageEnded:
             output = current.output
         if current.stage == self._stages - 1:
             return output
-        return self._checked_output(current)
-
-    def _checked_output(self, current: _Pass) -> Tensor:
-        """Return what a stage sends to the next one.
-
-        Raises:
-            RuntimeError: There is nothing.
-        """
-        assert self._plan is not None
-        assert current.stage is not None
-        output = current.output
-        if output is None or not output.is_floating_point():
-            last = self._plan.layers[self._plan.range_of(current.stage)[-1]]
-            what = "did not run" if output is None else f"returned a tensor of {output.dtype}"
-            raise RuntimeError(
-                f"{last}, the last layer of stage {current.stage}, {what}, but it must return what "
-                "the next layer gets, a tensor of floating point numbers (or a tuple that begins "
-                "with it). Its layers run in the order of their names; see pp_split."
-            )
-        return output
+        return self.layers.output_of(current)
 
     def _peer(self, stage: int) -> int:
         return dist.get_global_rank(self._group, stage % self._ranks)
@@ -618,19 +403,19 @@ class Pipeline(SingleDevice):
             self._run_schedule(micro_batches)
             self._checked = True
         finally:
-            self._pass, self._run_step, self._micro_batches = None, _nothing, []
+            self.layers.current, self._run_step, self._micro_batches = None, _nothing, []
         mean = torch.zeros((), device=self.options.device)
         for loss, weight in self._losses:
             mean = mean + loss.float() * (weight / items)
         mean = self._share_loss(mean)
-        window.gradients = {p: p.grad for p in self._own if p.grad is not None}
-        for parameter in self._own:
+        window.gradients = {p: p.grad for p in self.layers.own if p.grad is not None}
+        for parameter in self.layers.own:
             parameter.grad = None
         window.loss, window.items = mean.requires_grad_(), items
         return window.loss
 
     def _put_gradients(self) -> None:
-        for parameter in self._own:
+        for parameter in self.layers.own:
             parameter.grad = self._window.gradients.get(parameter)
         self._window.gradients = {}
 
@@ -678,8 +463,7 @@ class Pipeline(SingleDevice):
         if key in self._boundaries:
             self._boundaries.move_to_end(key)
             return self._boundaries[key]
-        assert self._plan is not None
-        self._pass = current = _Pass(None)
+        self.layers.current = current = StagePass(None)
         error, found = None, list[Boundary]()
         try:
             with (
@@ -688,19 +472,18 @@ class Pipeline(SingleDevice):
                 self._without_collectives(first=True),
             ):
                 self._run_step(micro)
-        except _StageEnded:
+        except StageEnded:
             pass
         except Exception as caught:  # noqa: BLE001 - raised on all stages
             error = caught
-        self._pass = None
+        self.layers.current = None
         if error is None:
-            found = [
-                current.found[start] for start in self._plan.starts[1:] if start in current.found
-            ]
+            starts = self.layers.plan.starts[1:]
+            found = [current.found[start] for start in starts if start in current.found]
             if len(found) < self._stages - 1:
                 error = RuntimeError(
                     f"training_step of {type(self.module).__name__} has not run "
-                    f"{self._plan.layers[0]} and the layers after it, which are divided into "
+                    f"{self.layers.plan.layers[0]} and the layers after it, which are divided into "
                     "stages: call the model once for each batch."
                 )
         expected = self._of_last_stage(found, error)
@@ -710,7 +493,7 @@ class Pipeline(SingleDevice):
                 f"{expected} on the last stage: it must do the same on all stages."
             )
         self._boundaries[key] = found
-        if len(self._boundaries) > _SHAPES:
+        if len(self._boundaries) > SHAPES:
             self._boundaries.popitem(last=False)
         return found
 
@@ -834,7 +617,7 @@ class Pipeline(SingleDevice):
         if micro is None or self._error is not None:
             return self._zeros(stage, received)
         seed = mix(self._seed_of(number), 2, stage)
-        self._pass = current = _Pass(stage, trains=True, seed=seed)
+        self.layers.current = current = StagePass(stage, trains=True, seed=seed)
         if received:
             # A copy, because a layer may change its input in place.
             boundary = micro.boundaries[stage - 1]
@@ -856,44 +639,44 @@ class Pipeline(SingleDevice):
         output.register_hook(partial(self._recompute, current))
         return output
 
-    def _recompute(self, current: _Pass, _: Tensor) -> None:
+    def _recompute(self, current: StagePass, _: Tensor) -> None:
         """Note the pass whose backward begins: layers may be computed again in it."""
-        current.recomputes, self._pass = True, current
+        current.recomputes, self.layers.current = True, current
 
-    def _loss(self, micro: _MicroBatch, current: _Pass) -> Tensor:
+    def _loss(self, micro: _MicroBatch, current: StagePass) -> Tensor:
         """Return the weighted loss of a micro-batch.
 
         Raises:
             RuntimeError: ``training_step`` has not called the model.
             TypeError: It has returned no loss.
         """
-        assert self._plan is not None
         outputs = self._run_step(micro)
         if not current.calls:
+            plan = self.layers.plan
             raise RuntimeError(
-                f"training_step has not run {self._plan.layers[self._plan.starts[-1]]}, with which "
-                "the last stage begins: call the model once for each batch."
+                f"training_step has not run {plan.layers[plan.starts[-1]]}, with which the last "
+                "stage begins: call the model once for each batch."
             )
         if outputs is None:
             raise TypeError(
                 "training_step returned None, which would skip one of the micro-batches that a "
                 "schedule needs: define count_items, and return 0 from it for what must not count."
             )
-        _check_known((outputs,), {}, "training_step's loss")
+        check_known((outputs,), {}, "training_step's loss")
         loss = loss_of(outputs)
         self._losses.append((loss.detach(), micro.items))
         return loss.reshape(1) * (micro.items / self._window.reference)
 
-    def _packed(self, micro: _MicroBatch, current: _Pass) -> Tensor:
+    def _packed(self, micro: _MicroBatch, current: StagePass) -> Tensor:
         """Return what goes to the next stage.
 
         Raises:
             RuntimeError: It has another shape than was found without values.
         """
-        with suppress(_StageEnded):
+        with suppress(StageEnded):
             self._run_step(micro)
         assert current.stage is not None
-        output, expected = self._checked_output(current), micro.boundaries[current.stage]
+        output, expected = self.layers.output_of(current), micro.boundaries[current.stage]
         current.output = None
         found = Boundary(output)
         if found != expected:
@@ -927,7 +710,7 @@ class Pipeline(SingleDevice):
         module: Any = self.module
 
         def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if self._pass is None or self._pass.stage != self._stages - 1:
+            if self.layers.current is None or self.layers.current.stage != self._stages - 1:
                 return
             if kwargs.get("batch_size") is None:
                 kwargs["batch_size"] = items
@@ -969,11 +752,11 @@ class Pipeline(SingleDevice):
             return 0.0
         self._put_gradients()
         if window.scale is not None:
-            scale_([parameter.grad for parameter in self._own], window.scale)
+            scale_([parameter.grad for parameter in self.layers.own], window.scale)
         self._add_shared()
         if self.parallel.dp_size > 1:
-            average_gradients_of(self._own, group=self._replicas)
-        if all(parameter.grad is None for parameter in self._own):
+            average_gradients_of(self.layers.own, group=self._replicas)
+        if all(parameter.grad is None for parameter in self.layers.own):
             give_nothing(self.module)
         self._window = _Window()
         return self.sync_stats(stats)
@@ -984,8 +767,8 @@ class Pipeline(SingleDevice):
         The first of them adds them up in the order of the stages, so that all get the same bits.
         """
         shared: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
-        for parameter in self._own:
-            owners = self._owners.get(id(parameter), ())
+        for parameter in self.layers.own:
+            owners = self.layers.owners.get(id(parameter), ())
             if len(owners) > 1 and parameter.requires_grad:
                 shared.setdefault((owners, parameter.dtype), []).append(parameter)
         # In the same order on all, so that none waits for another in a circle.
@@ -1026,7 +809,7 @@ class Pipeline(SingleDevice):
             RuntimeError: Some were added.
         """
         named = bare_names(self.module, self.module.named_parameters())
-        if unknown := [name for name, p in named if id(p) not in self._owners]:
+        if unknown := [name for name, p in named if id(p) not in self.layers.owners]:
             raise RuntimeError(
                 f"{', '.join(unknown)} were added after the module was divided into stages: add "
                 "parameters in configure_model or before."
@@ -1084,7 +867,7 @@ class Pipeline(SingleDevice):
         return LocalShards(parameter.shape, dtype, self.options.device, shards, saved=saved)
 
     def _saves(self, parameter: Tensor) -> bool:
-        owners = self._owners[id(parameter)]
+        owners = self.layers.owners[id(parameter)]
         return self.parallel.dp_rank == 0 and self._place == owners[0]
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -1118,9 +901,8 @@ class Pipeline(SingleDevice):
 
     def _home_of(self, name: str) -> int:
         """Return the rank in a pipeline whose buffer, or extra state, of a name counts."""
-        assert self._plan is not None
         part = name.rpartition(".")[0]
-        return self._plan.homes.get(part, self._stages - 1) % self._ranks
+        return self.layers.plan.homes.get(part, self._stages - 1) % self._ranks
 
     def broadcast_buffers(self) -> None:
         """Make the first replica's buffers everybody's who has their layers; collective.
@@ -1172,8 +954,8 @@ class Pipeline(SingleDevice):
     def close(self) -> None:
         """Give the modules back their ``forward``; layers stay on their processes."""
         super().close()
-        while self._undo:
-            self._undo.pop()()
+        if hasattr(self, "layers"):
+            self.layers.close()
         self._schedules.clear()
 
 
@@ -1192,7 +974,7 @@ class PipelineGradients(Gradients):
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter, from the stage that has it; collective."""
         engine = self._engine
-        owner = engine._owners[id(parameter)][0]
+        owner = engine.layers.owners[id(parameter)][0]
         here = owner == engine._place
         flag = torch.tensor([float(parameter.grad is not None)], device=engine.options.device)
         _send(flag, engine._group, owner)
@@ -1225,7 +1007,8 @@ class PipelineGradients(Gradients):
         """
         engine = self._engine
         present = [p for p in parameters if p.grad is not None]
-        counted: list[Any] = [p.grad for p in present if engine._owners[id(p)][0] == engine._place]
+        owners = engine.layers.owners
+        counted: list[Any] = [p.grad for p in present if owners[id(p)][0] == engine._place]
         total = torch.zeros(1, dtype=torch.float64, device=engine.options.device)
         if counted:
             total += torch.nn.utils.get_total_norm(counted, norm_type)
@@ -1258,8 +1041,17 @@ class PipelineWeights(Weights):
 
     # ARG002: the present values are filled
     def parts(self, module: nn.Module, *, to_fill: bool = False) -> dict[str, Any]:  # noqa: ARG002
-        """Return what this process holds of the weights, by the names of all of them."""
+        """Return what this process holds of the weights, by the names of all of them.
+
+        Raises:
+            RuntimeError: No module is divided here.
+        """
         engine, made = self._engine, dict[int, LocalShards]()
+        if not hasattr(engine, "layers"):
+            raise RuntimeError(
+                "No module is divided into stages here: ask for its weights in a callback, while "
+                "fit runs, or load them from a checkpoint."
+            )
         parts: dict[str, Any] = {}
         for name, value in module.state_dict(keep_vars=True).items():
             if name.endswith(_EXTRA):
@@ -1273,8 +1065,8 @@ class PipelineWeights(Weights):
     def _part(self, name: str, value: Tensor) -> LocalShards:
         engine = self._engine
         like = Boundary(value)
-        saved = engine._owners.get(id(value), ())[:1] == (engine._place,)
-        if id(value) not in engine._owners:
+        saved = engine.layers.owners.get(id(value), ())[:1] == (engine._place,)
+        if id(value) not in engine.layers.owners:
             like = engine._described.get(name, like)
             saved = engine._home_of(name) == engine._place
         shards = [] if isinstance(value, Absent) else [([0] * value.ndim, value.detach())]
@@ -1337,10 +1129,6 @@ def chain_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _within(name: str, layer: str) -> bool:
-    return name == layer or name.startswith(layer + ".")
-
-
 def _send(tensor: Tensor, group: Any, first: int) -> Tensor:
     """Broadcast a tensor from a rank of a group, in place; return it."""
     values = tensor.detach().contiguous()
@@ -1350,64 +1138,6 @@ def _send(tensor: Tensor, group: Any, first: int) -> Tensor:
         with torch.no_grad():
             tensor.copy_(values)
     return tensor
-
-
-def _received_in(
-    args: tuple[Any, ...], kwargs: dict[str, Any], received: Tensor, layer: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put what was received in the place of the first tensor that a layer gets."""
-    if args and isinstance(args[0], Absent):
-        return (received, *args[1:]), kwargs
-    for name, value in kwargs.items():
-        if not args and isinstance(value, Absent):
-            return args, {**kwargs, name: received}
-    raise RuntimeError(
-        f"{layer}, with which a stage begins, does not get what the layer before it returns as its "
-        "first argument: let another layer begin the stage."
-    )
-
-
-def _check_known(args: Any, kwargs: Any, layer: str) -> None:
-    """Check that a layer gets nothing that only other stages have.
-
-    Raises:
-        RuntimeError: It does.
-    """
-    if any(isinstance(value, Absent) for value in leaves([args, kwargs])):
-        raise RuntimeError(
-            f"{layer} needs a value that another stage of the pipeline has, besides what the layer "
-            "before it returns. Only that goes from stage to stage: let the stages begin elsewhere "
-            "(pp_split), or compute the value from the batch."
-        )
-
-
-def _with_gradient(tree: Any) -> Any:
-    """Return new absent tensors that require a gradient, as what layers return does."""
-
-    def made(value: Any) -> Any:
-        if not isinstance(value, Absent):
-            return value
-        fresh = Absent(value, value.device)
-        return fresh.requires_grad_(torch.is_grad_enabled() and fresh.is_floating_point())
-
-    return map_tree(made, tree)
-
-
-@contextmanager
-def _kept_buffers(module: nn.Module | None) -> Iterator[None]:
-    """Put the buffers of a module back, which runs for shapes alone."""
-    before = [
-        (part, name, buffer, buffer.clone())
-        for part in (() if module is None else module.modules())
-        for name, buffer in part.named_buffers(recurse=False)
-        if not isinstance(buffer, Absent)
-    ]
-    try:
-        yield
-    finally:
-        for part, name, buffer, value in before:
-            buffer.copy_(value)
-            part._buffers[name] = buffer
 
 
 def _describe(held: list[Tensor], value: Any) -> Any:
@@ -1452,7 +1182,3 @@ def _path_in(module: nn.Module, name: str, value: Any) -> str | None:
 
 def _without_text(value: Any) -> Any:
     return "" if isinstance(value, str) else value
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))

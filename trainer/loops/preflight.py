@@ -105,7 +105,7 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
     Raises:
         ValueError: There is such a callback.
     """
-    kind = engine.parallel.distributed_type
+    kind = _kind_of(engine)
     for callback in callbacks:
         if callback.requires_unsharded and engine.parallel.divides_state:
             raise ValueError(
@@ -135,12 +135,16 @@ def check_overrides(engine: Engine, module: TrainModule, hooks: HookTable) -> No
     overrides = hooks.module_overrides.keys() - {"lr_scheduler_step"}
     if engine.driver is not None and overrides:
         kind = engine.parallel.distributed_type
-        assert kind is not None
+        asks = "pp_size" if kind is None else f"the plugin (--use_{kind.value.lower()})"
         raise NotImplementedError(
             f"{type(module).__name__} overrides {', '.join(sorted(overrides))}, but the step of "
-            f"{kind.value} reduces, clips and updates at once: leave them out, or the plugin "
-            f"(--use_{kind.value.lower()})."
+            f"{_kind_of(engine)} reduces, clips and updates at once: leave them out, or {asks}."
         )
+
+
+def _kind_of(engine: Engine) -> str:
+    kind = engine.parallel.distributed_type
+    return "a pipeline" if kind is None else str(kind.value)
 
 
 def check_manual(settings: Settings) -> None:

@@ -280,7 +280,7 @@ class WithoutItems(Net):
     """A whole window has no items."""
 
     def kept(self, batch: Any) -> Tensor:
-        return super().kept(batch) & ((batch[1] < 8) | (batch[1] >= 24))[:, None]
+        return super().kept(batch) & ((batch[1] < 16) | (batch[1] >= 32))[:, None]
 
 
 @pytest.mark.parametrize("name", PIPELINES)

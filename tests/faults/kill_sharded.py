@@ -64,6 +64,10 @@ def zero(stage: int) -> dict[str, Any]:
     return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config={"zero_optimization": options})}
 
 
+def stages(**options: Any) -> dict[str, Any]:
+    return {"parallelism_config": ParallelismConfig(pp_size=2, **options)}
+
+
 def megatron(**degrees: int) -> dict[str, Any]:
     return {"megatron_lm_plugin": MegatronLMPlugin(gradient_clipping=0.0, **degrees)}
 
@@ -77,6 +81,8 @@ LAYOUTS: dict[str, tuple[int, int, Callable[[], dict[str, Any]]]] = {
     "hsdp": (4, 4, lambda: fsdp(dp_replicate_size=2, dp_shard_size=2)),
     "tp": (2, 1, lambda: fsdp(tp_size=2)),
     "fsdp_tp": (4, 2, lambda: fsdp(dp_shard_size=2, tp_size=2)),
+    "pp": (2, 1, lambda: stages(pp_microbatches=2)),
+    "pp_dp": (4, 2, lambda: stages(dp_replicate_size=2, pp_schedule="gpipe")),
     "zero0": (2, 2, lambda: zero(0)),
     "zero1": (2, 2, lambda: zero(1)),
     "zero2": (2, 2, lambda: zero(2)),
@@ -364,7 +370,7 @@ def main() -> None:
         here, last = folder / str(number), run[-1]["layout"]
         layouts = {kill["layout"] for kill in run}
         exact = layouts == {last}
-        averages = not any(layout.startswith(("zero", "megatron")) for layout in layouts)
+        averages = not any(layout.startswith(("pp", "zero", "megatron")) for layout in layouts)
         how = {"noisy": exact, "averages": averages}
         for kill in run:
             code = start(here, kill, **how)

@@ -13,6 +13,7 @@ from tests.faults.test_kill import sweep
 UPDATES = 8  # two epochs of four
 CALLS = 160  # about as many as rank 0 makes of those that put files on the disk
 SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp")
+STAGES = ("pp", "pp_dp")
 DRIVEN = ("zero0", "zero1", "zero2", "zero3", "megatron_tp", "megatron_pp")
 PHASES = ("between", "batch", "update", "save", "save")  # see `kill_sharded.Moments`
 # Layouts with as many shares of the data: a run may change between them within an epoch.
@@ -55,8 +56,12 @@ def test_killed_sharded_runs_equal_uninterrupted_ones(tmp_path):
         {"layout": "zero3", "kind": "step", "when": 3, "rank": 1},
         {"layout": "zero3", "kind": "call", "when": 60, "rank": 0},
     ]
-    runs = [on_shards, to_another, in_pieces]
-    assert sweep(tmp_path, runs, 540, "kill_sharded") == 6
+    in_stages = [
+        {"layout": "pp", "kind": "step", "when": 3, "rank": 1},
+        {"layout": "pp", "kind": "call", "when": 60, "rank": 0},
+    ]
+    runs = [on_shards, to_another, in_pieces, in_stages]
+    assert sweep(tmp_path, runs, 540, "kill_sharded") == 8
 
 
 @pytest.mark.long
@@ -73,7 +78,7 @@ def test_runs_killed_on_all_layouts_equal_uninterrupted_ones(tmp_path):
 def test_runs_of_deepspeed_and_megatron_killed_anywhere_equal_uninterrupted_ones(tmp_path):
     draw = random.Random(4)
     hits = partial(kill, draw=draw, calls=CALLS // 2, ranks=2)
-    runs = [[hits(layout) for _ in range(5)] for layout in DRIVEN for _ in range(4)]
+    runs = [[hits(layout) for _ in range(5)] for layout in (*STAGES, *DRIVEN) for _ in range(4)]
     alike = ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
     runs += [[hits(draw.choice(alike)) for _ in range(5)] for _ in range(4)]
     assert sweep(tmp_path, runs, 3500, "kill_sharded") >= 60

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -189,7 +190,15 @@ def make_fit_run(
         started=time.monotonic(),
         frozen=FrozenParameters(),
     )
-    engine.isolated = partial(isolated_dummy, run)
+    # The search for generators must not find those of the run through a module's engine.
+    itself = weakref.ref(run)
+
+    def isolated() -> AbstractContextManager[None]:
+        present = itself()
+        assert present is not None
+        return isolated_dummy(present)
+
+    engine.isolated = isolated
     return run
 
 

@@ -368,12 +368,12 @@ class Checkpointed(Net):
 class Recomputed(nn.Module):
     def __init__(self, blocks: Any, reentrant: bool) -> None:
         super().__init__()
-        self.layers, self.reentrant = nn.ModuleList(blocks), reentrant
-        self.drop = nn.Dropout(0.2)
+        self.layers = nn.ModuleList(nn.Sequential(block, nn.Dropout(0.2)) for block in blocks)
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, self.drop(x), use_reentrant=self.reentrant)
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return x
 
 
@@ -385,7 +385,7 @@ class NotCheckpointed(Checkpointed):
     def plainly(self, x: Tensor) -> Tensor:
         blocks: Any = self.model.blocks
         for layer in blocks.layers:
-            x = layer(blocks.drop(x))
+            x = layer(x)
         return x
 
 
@@ -543,6 +543,35 @@ class WithoutFirst(Net):
         model.blocks = LeavesOut(model.blocks)
 
 
+class Between(nn.Module):
+    """Code between the blocks, which belongs to none of them."""
+
+    def __init__(self, blocks: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x
+
+
+class HasCodeBetween(Net):
+    def made(self) -> None:
+        model: Any = self.model
+        model.blocks = Between(model.blocks)
+
+
+class OtherData(Net):
+    def on_train_epoch_start(self) -> None:
+        self.shift = dist.get_rank()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.training:
+            batch = [value + self.shift if torch.is_tensor(value) else value for value in batch]
+        return batch
+
+
 class CallsTwice(Net):
     def mean(self, batch: Any) -> Tensor:
         return super().mean(batch) + super().mean(batch)
@@ -587,7 +616,9 @@ class KeepsParameters(Callback):
 
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "a skip": (NeedsTheEmbedding, {}, "needs a value that another stage of the pipeline has"),
-    "layers left out": (WithoutFirst, {}, "did not run|has not run|as its first argument"),
+    "layers left out": (WithoutFirst, {}, "does not get what model.blocks.layers.0 returned"),
+    "code between stages": (HasCodeBetween, {}, "the code between them would run on no stage"),
+    "other data": (OtherData, {}, "The batch of process 0 of the pipeline is not that of the last"),
     "two calls": (CallsTwice, {}, "call the model once"),
     "a value": (ReadsAValue, {}, "A value is read that another stage of the pipeline computes"),
     "no loss": (ReturnsNone, {}, "training_step returned None"),

@@ -137,7 +137,8 @@ def _run_on_meta(
         raise RuntimeError(
             "A value is read that another stage of the pipeline computes. Of what layers return, "
             "stages before the last know shapes alone: compute with tensors in the model, and read "
-            "values in training_step, after the model is called."
+            "values in training_step, after the model is called. What runs after the layers is "
+            "defined after them in the module, what runs before them before."
         ) from error
     numbers = {id(each): number for number, each in enumerate(made)}
     return map_tree(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isclose
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import keeps_on_host
 from trainer.optim.weighting import loss_of, scale_
 from trainer.rng import isolated_rng, mix
-from trainer.tree import LocalShards, as_bytes, fill_, find_batch_size, map_tree
+from trainer.tree import LocalShards, as_bytes, fill_, find_batch_size, leaves, map_tree
 
 _OTHER_STAGES = (
     "is called in training_step, but the processes of a pipeline run it for other micro-batches at "
@@ -227,7 +228,7 @@ class Pipeline(SingleDevice):
         split = any(isinstance(parameter, Absent) for parameter in module.parameters())
         if not split:
             super().start(module, step_sync)
-            self._broadcast(chain_tensors(module), src=0)
+            self._broadcast(_tensors_of(module), src=0)
         self.module = module
         if step_sync is not None:
             self.step_sync = step_sync
@@ -272,7 +273,7 @@ class Pipeline(SingleDevice):
         """Run all stages outside a schedule, one after the other; all get the last one's output.
 
         Raises:
-            Exception: See `_of_last_stage`.
+            Exception: See `_of_all_stages`.
             RuntimeError: Gradients are asked for.
         """
         if torch.is_grad_enabled():
@@ -302,7 +303,7 @@ class Pipeline(SingleDevice):
                 output = None
         held: list[Tensor] = []
         described = map_tree(partial(_describe, held), output) if self._is_last else None
-        described = self._of_last_stage(described, error)
+        described = self._of_all_stages(described, error)[-1]
         return map_tree(partial(self._given, iter(held)), described)
 
     def _outcome(
@@ -356,8 +357,8 @@ class Pipeline(SingleDevice):
             tensor = torch.empty(value.shape, dtype=value.dtype, device=self.options.device)
         return _send(tensor, self._group, self._ranks - 1)
 
-    def _of_last_stage(self, value: Any, error: Exception | None) -> Any:
-        """Return what the last stage gives here, if no stage has failed.
+    def _of_all_stages(self, value: Any, error: Exception | None) -> list[Any]:
+        """Return what each process of the pipeline gives here, if none has failed.
 
         Raises:
             Exception: The error of this stage.
@@ -374,7 +375,7 @@ class Pipeline(SingleDevice):
                 f"Rank {dist.get_global_rank(self._group, failed[0])} failed while the others "
                 f"waited for it: {of_ranks[failed[0]][0]}"
             )
-        return of_ranks[-1][1]
+        return [value for _, value in of_ranks]
 
     # -- a training step ---------------------------------------------------------------------------
 
@@ -486,12 +487,19 @@ class Pipeline(SingleDevice):
                     f"{self.layers.plan.layers[0]} and the layers after it, which are divided into "
                     "stages: call the model once for each batch."
                 )
-        expected = self._of_last_stage(found, error)
-        if found != expected:
-            raise RuntimeError(
-                f"training_step gives the layers {found} on rank {self.options.rank}, but "
-                f"{expected} on the last stage: it must do the same on all stages."
-            )
+        of_all = self._of_all_stages((found, _checksum(micro.batch)), error)
+        for rank, (shapes, data) in enumerate(of_all):
+            place = f"process {rank} of the pipeline"
+            if data != of_all[-1][1]:
+                raise RuntimeError(
+                    f"The batch of {place} is not that of the last stage, but all need the same "
+                    "data: seed what the dataset draws when it is made, and sort its files."
+                )
+            if shapes != of_all[-1][0]:
+                raise RuntimeError(
+                    f"training_step gives the layers {shapes} in {place}, but {of_all[-1][0]} in "
+                    "the last stage: it must do the same on all stages."
+                )
         self._boundaries[key] = found
         if len(self._boundaries) > SHAPES:
             self._boundaries.popitem(last=False)
@@ -726,7 +734,7 @@ class Pipeline(SingleDevice):
     def _share_loss(self, mean: Tensor) -> Tensor:
         """Give all stages the loss of the last one, and log what it has logged."""
         logs = [(*place, _sendable(value), args, kw) for *place, value, args, kw in self._logged]
-        loss, logged = self._of_last_stage((read_back(mean).item(), logs), self._error)
+        loss, logged = self._of_all_stages((read_back(mean).item(), logs), self._error)[-1]
         if self._is_last:
             return mean
         module: Any = self.module
@@ -1123,7 +1131,7 @@ def _check_module(module: nn.Module) -> None:
         raise ValueError(f"With pp_size above 1, {type(module).__name__} {problem}.")
 
 
-def chain_tensors(module: nn.Module) -> Iterator[Tensor]:
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters and buffers of a module."""
     yield from module.parameters()
     yield from module.buffers()
@@ -1180,5 +1188,10 @@ def _path_in(module: nn.Module, name: str, value: Any) -> str | None:
     )
 
 
-def _without_text(value: Any) -> Any:
-    return "" if isinstance(value, str) else value
+def _checksum(batch: Any) -> int:
+    """Return a number that differs between batches of other values."""
+    number = 0
+    for value in leaves(batch):
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            number = crc32(as_bytes(value.detach().cpu().contiguous()).numpy().data, number)
+    return number

@@ -68,6 +68,7 @@ class StagePass:
         received: What the stage before has sent.
         seed: What the layers draw their random numbers from.
         output: What the stage's last layer returned.
+        latest: What the layer that ran last returned to the code around it.
         calls: How often the stage's first layer was called.
         inside: How many modules that contain the layers run.
         recomputes: Whether backward runs, in which layers may be computed again.
@@ -79,6 +80,7 @@ class StagePass:
     received: Tensor | None = None
     seed: int | None = None
     output: Tensor | None = None
+    latest: Tensor | None = None
     calls: int = 0
     inside: int = 0
     recomputes: bool = False
@@ -187,19 +189,53 @@ class StageLayers:
 
     def _run_layer(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of a layer's ``forward``."""
-        current, plan = self.current, self.plan
+        current = self.current
         if current is None:
             return forward(*args, **kwargs)
-        stage = current.stage
-        if stage is None or index not in plan.range_of(stage):
-            return self._skip(index, forward, args, kwargs)
-        here = plan.range_of(stage)
-        if current.trains and not torch.is_grad_enabled():
+        if not current.recomputes:
+            self._check_place(index, current, args, kwargs)
+        outputs = self._outputs_of(index, forward, args, kwargs)
+        if not current.recomputes:
+            current.latest = _first_tensor(outputs)
+        return outputs
+
+    def _check_place(self, index: int, current: StagePass, args: Any, kwargs: Any) -> None:
+        """Check that a layer can begin a stage, if it does; note the shape of what it gets.
+
+        Raises:
+            RuntimeError: It gets something else than the layer before it returned, no module that
+                contains the layers runs, or a training step runs it without gradients.
+        """
+        layers, given = self.plan.layers, _first_tensor([args, kwargs])
+        if not current.inside:
             raise RuntimeError(
-                f"{plan.layers[index]} runs without gradients in training_step, so that no stage "
+                f"{layers[index]} was called outside of the forward of a module that contains all "
+                "layers, so that no stage knows where the model begins and ends: call the layers "
+                "in that module's forward."
+            )
+        if (current.trains or current.stage is None) and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{layers[index]} runs without gradients in training_step, so that no stage "
                 "before it could be trained. Activation checkpointing does so if it is reentrant: "
                 "pass use_reentrant=False."
             )
+        if index in self.plan.starts[1:] and given is not current.latest:
+            raise RuntimeError(
+                f"{layers[index]}, with which a stage begins, does not get what "
+                f"{layers[index - 1]} returned: the code between them would run on no stage. Put "
+                "it into a layer, or let the stages begin elsewhere (pp_split)."
+            )
+        if current.stage is None and given is not None:
+            current.found.setdefault(index, Boundary(given))
+
+    def _outputs_of(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a layer does; of another stage's, and of the last one here, shapes alone."""
+        current, plan = self.current, self.plan
+        assert current is not None
+        stage = current.stage
+        if stage is None or index not in plan.range_of(stage):
+            return self._shapes_of(plan.layers[index], forward, args, kwargs)
+        here = plan.range_of(stage)
         if index == here[0]:
             if not current.recomputes:
                 current.calls += 1
@@ -215,18 +251,10 @@ class StageLayers:
         if index != here[-1] or stage == self.plan.stages - 1:
             return output
         if not current.recomputes:
-            current.output = next((t for t in leaves(output) if isinstance(t, Tensor)), None)
+            current.output = _first_tensor(output)
             if not current.trains:
                 raise StageEnded
         return _with_gradient(absent(output, self._device))
-
-    def _skip(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what a layer of another stage would, without its values."""
-        first = next((t for t in leaves([args, kwargs]) if isinstance(t, Tensor)), None)
-        assert self.current is not None
-        if first is not None:
-            self.current.found.setdefault(index, Boundary(first))
-        return self._shapes_of(self.plan.layers[index], forward, args, kwargs)
 
     def _run_beside(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the ``forward`` of what runs before or after the layers."""
@@ -305,6 +333,10 @@ def _received_in(
     )
 
 
+def _first_tensor(tree: Any) -> Tensor | None:
+    return next((value for value in leaves(tree) if isinstance(value, Tensor)), None)
+
+
 def check_known(args: Any, kwargs: Any, layer: str) -> None:
     """Check that a layer gets nothing that only other stages have.
 
@@ -315,7 +347,8 @@ def check_known(args: Any, kwargs: Any, layer: str) -> None:
         raise RuntimeError(
             f"{layer} needs a value that another stage of the pipeline has, besides what the layer "
             "before it returns. Only that goes from stage to stage: let the stages begin elsewhere "
-            "(pp_split), or compute the value from the batch."
+            "(pp_split), or compute the value from the batch. Caches of keys and values cannot be "
+            "used (use_cache=False)."
         )
 
 

@@ -10,6 +10,7 @@ from torch.torch_version import TorchVersion
 
 NO_BITSANDBYTES = "needs bitsandbytes: pip install 'cadence-trainer[bnb]'"
 NO_DATASETS = "needs Hugging Face's datasets: pip install datasets"
+NO_WEBDATASET = "needs webdataset: pip install webdataset"
 NO_CUDA = "needs a CUDA device"
 
 
@@ -32,6 +33,9 @@ requires_pipelining = pytest.mark.skipif(
 
 requires_datasets = pytest.mark.skipif(find_spec("datasets") is None, reason=NO_DATASETS)
 """Marks a test that needs the package; a stand-in is tested without it."""
+
+requires_webdataset = pytest.mark.skipif(find_spec("webdataset") is None, reason=NO_WEBDATASET)
+"""Marks a test that needs the package."""
 
 requires_cuda = pytest.mark.gpu
 """Marks a test that needs a CUDA device: `@requires_cuda`. Without one it is skipped."""

@@ -16,7 +16,8 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainer.checks import check_choice
-from trainer.data.iterable import initial_state, stateful_source, user_shard
+from trainer.data.iterable import initial_state, stateful_source
+from trainer.data.libraries import user_shard
 from trainer.data.sampler import MODES, JointBatches, joint_length, joint_rounds, length_of
 from trainer.data.seeding import identity_collate
 from trainer.data.tensor_dataset import TensorRows, seeded_dataset

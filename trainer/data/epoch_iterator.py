@@ -27,6 +27,11 @@ from trainer.data.iterable import (
     Stream,
     check_same_stream,
     has_stream_state,
+)
+from trainer.data.libraries import (
+    samples_mark,
+    seed_shuffles,
+    set_epoch_of_shuffles,
     user_shard,
 )
 from trainer.data.sampler import (
@@ -205,6 +210,7 @@ class EpochIterator:
         self._shard, self._shuffle = shard, shuffle
         self.limited_by = ""
         self.batches_read = shard.world_size
+        seed_shuffles(source, seed)
         self.dummy_batch: Any = None
         self.weighted_by_samples: bool | None = None
         self.sampler: ShardedSampler | None = None
@@ -259,6 +265,11 @@ class EpochIterator:
     def dataset(self) -> Any:
         """The user's dataset, unwrapped; None if the source has none."""
         return getattr(self._source, "dataset", None)
+
+    @property
+    def samples_mark(self) -> list[int]:
+        """Numbers that differ where processes hold different samples, as far as is known."""
+        return [] if self.sampler is None else samples_mark(self.dataset)
 
     @property
     def reads_once(self) -> bool:
@@ -425,6 +436,7 @@ class EpochIterator:
             self.sampler.set_epoch(epoch)
         set_epoch_of(self.loader, self.seed, epoch)
         set_epoch_of(getattr(self.loader, "dataset", None), self.seed, epoch)
+        set_epoch_of_shuffles(self._source, epoch)
 
     def position(self) -> dict[str, Any] | None:
         """Return the position in a stream after the global batches used so far, for a checkpoint.

@@ -17,9 +17,7 @@ a ``DataLoader``.
 
 from __future__ import annotations
 
-import inspect
 import pickle
-import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, get_worker_info
 
+from trainer.data.libraries import (
+    drop_iterator_of_state,
+    has_shuffle_buffer,
+    resumes_by_replay,
+)
 from trainer.data.seeding import (
     LazyGenerators,
     NamedGenerators,
@@ -37,7 +40,6 @@ from trainer.data.seeding import (
     group_equal,
     identity_collate,
     isolated_generators,
-    reachable,
 )
 from trainer.data.workers import SignalSafeLoader, SignalSafeWorker, reading_kwargs
 from trainer.distributed.objects import all_gather_object
@@ -197,8 +199,12 @@ def stateful_source(source: Any) -> Any:
 
 def initial_state(owner: Any) -> bytes | None:
     """Pickle the state of an unread stream; None if it has none before a pass begins."""
+    if owner is None:
+        return None
     with suppress(RuntimeError):
-        return None if owner is None else pickled_state(owner)
+        state = pickled_state(owner)
+        drop_iterator_of_state(owner)
+        return state
     return None
 
 
@@ -635,55 +641,10 @@ def has_stream_state(source: Any) -> bool:
 def _has_state(source: Any) -> bool:
     """Return whether an object has a ``state_dict`` that holds its position in the data."""
     names = ("state_dict", "load_state_dict")
-    if getattr(source, "_is_accelerate_prepared", False) or _resumes_by_replay(source):
+    if getattr(source, "_is_accelerate_prepared", False) or resumes_by_replay(source, _has_state):
         return False  # the state of a prepared loader names the pass, not the position inside it
-    return all(callable(getattr(source, name, None)) for name in names) and not _shuffles(source)
-
-
-def _shuffles(source: Any) -> bool:
-    """Return whether a stream has a shuffle buffer of `datasets`, which its state does not hold.
-
-    After ``load_state_dict`` the samples in the buffer would be missing, as `datasets` warns then.
-    """
-    kind = _imported("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
-    return kind is not None and any(type(thing) is kind for _, thing in reachable(source=source))
-
-
-def user_shard(source: Any) -> tuple[int, int] | None:
-    """Return which part of how many a stream reads that its user split by process.
-
-    That is known of streams of `datasets` (``split_dataset_by_node``) and webdataset
-    (``split_by_node``); None for all others.
-    """
-    config = _imported("datasets.iterable_dataset", "DistributedConfig")
-    splitter = _imported("webdataset.shardlists", "split_by_node")
-    if config is None and splitter is None:
-        return None
-    for _, thing in reachable(source=source):
-        if type(thing) is config:
-            return thing.rank, thing.world_size
-        if thing is splitter:
-            rank, world_size, *_ = sys.modules["webdataset.utils"].pytorch_worker_info()
-            return rank, world_size
-    return None
-
-
-def _imported(module: str, name: str) -> Any:
-    """Return an object of a library; None if the program has not imported it."""
-    return getattr(sys.modules.get(module), name, None)
-
-
-def _resumes_by_replay(source: Any) -> bool:
-    """Return whether torchdata's loader resumes this stream only by reading it again.
-
-    Such a replay would not repeat the random numbers that were drawn.
-    """
-    data = getattr(source, "dataset", None)
-    return (
-        type(source).__module__.startswith("torchdata.")
-        and isinstance(data, IterableDataset)
-        and not _has_state(data)
-        and inspect.isgeneratorfunction(type(data).__iter__)  # other iterators may have a state
+    return all(callable(getattr(source, name, None)) for name in names) and not has_shuffle_buffer(
+        source
     )
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from trainer.data.dataloader import DataLoaderShard, LoaderSettings, PreparedLoader, seed_of_order
 from trainer.data.dispatcher import DataLoaderDispatcher
-from trainer.data.iterable import user_shard
+from trainer.data.libraries import user_shard
 from trainer.data.seeding import order_generator
 from trainer.data.workers import batching_kwargs, has_torch_iteration, reading_kwargs
 from trainer.state import PartialState

@@ -178,7 +178,7 @@ def make_epoch_iterators(
         epoch_iterator.check_presharded()
         apply_limit(epoch_iterator, name, limit)
         which = f"{kind} loader" if len(loaders) == 1 else f"{kind} loader number {number}"
-        check_same_length(epoch_iterator, which)
+        check_same_data(epoch_iterator, which)
         if epoch_iterator.num_batches == 0:
             check = f"{name} is 0" if limit == 0 else "check its dataset, its sampler and drop_last"
             if not may_be_empty:
@@ -195,22 +195,32 @@ def are_empty(epoch_iterators: Sequence[EpochIterator]) -> bool:
     return all(iterator.num_batches == 0 for iterator in epoch_iterators)
 
 
-def check_same_length(epoch_iterator: EpochIterator, which: str) -> None:
-    """Raise if a loader's length differs between ranks, before they deadlock; collective.
+def check_same_data(epoch_iterator: EpochIterator, which: str) -> None:
+    """Raise if a loader's length or samples differ between ranks; collective.
+
+    Different lengths would deadlock them. Of different samples, most would be missing.
 
     Args:
         epoch_iterator: The epoch iterator of the loader.
         which: A description of the loader, for the error.
 
     Raises:
-        ValueError: The lengths differ; raised on all ranks.
+        ValueError: They differ; raised on all ranks.
     """
-    lengths = all_gather_object(epoch_iterator.num_batches)
+    found = all_gather_object((epoch_iterator.num_batches, epoch_iterator.samples_mark))
+    lengths = [length for length, _ in found]
     if any(length != lengths[0] for length in lengths):
         raise ValueError(
             f"The {which} has a different number of batches on each process: "
             f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(lengths))}. Give every process the "
             "same dataset, batch size and length of sampler; the Trainer shards the data."
+        )
+    if differing := [str(rank) for rank, (_, mark) in enumerate(found) if mark != found[0][1]]:
+        raise ValueError(
+            f"The dataset of the {which} has other samples on rank {', '.join(differing)} than on "
+            "rank 0. Give every process the whole dataset, of which the Trainer gives each its "
+            "share: leave out split_dataset_by_node and shard, and give random_split a generator "
+            "with a fixed seed."
         )
 
 

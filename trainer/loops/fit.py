@@ -14,7 +14,7 @@ from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted, module_logger
 from trainer.loops.buffers import sync_buffers
-from trainer.loops.dataloaders import check_same_length
+from trainer.loops.dataloaders import check_same_data
 from trainer.loops.evaluate import (
     ENDED_EARLY,
     VALIDATION,
@@ -125,7 +125,7 @@ def train_epoch(run: FitRun) -> None:
             run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
     if run.world_size > 1:
-        check_same_length(epoch_iterator, f"train loader in epoch {counters.epoch}")
+        check_same_data(epoch_iterator, f"train loader in epoch {counters.epoch}")
     run.data.begin_epoch()
     restore_rng(run)
     if run.saving.update_unfinished:

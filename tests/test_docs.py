@@ -26,7 +26,7 @@ from typing import NamedTuple
 import pytest
 
 import trainer.configuration
-from tests.helpers.programs import run_command
+from tests.helpers.programs import forget_modules_in, run_command
 from tests.helpers.ranks import RankError
 from trainer.cli import COMMANDS
 from trainer.configuration.fields import settings_of
@@ -142,10 +142,13 @@ def run_plain(command: str, ranks: object) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings(PEFT, *DEEPSPEED.split(","))
+@pytest.mark.filterwarnings("ignore:TorchDistributedTrial is experimental")
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of webdataset
 @pytest.mark.timeout(900)  # a page may start many processes, each of which imports torch
 @each_page
 def test_every_block_runs(page, ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", "hf")  # where `trainer config` writes
+    monkeypatch.syspath_prepend(tmp_path)  # blocks import the files of others
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     namespace: dict[str, object] = {"__name__": "page"}
     for block in blocks_of(page.read_text()):
@@ -163,6 +166,7 @@ def test_every_block_runs(page, ranks, tmp_path, monkeypatch):
                     run_plain(command, ranks)
                 else:
                     run_shell(command)
+    forget_modules_in(tmp_path)
 
 
 def test_the_source_distribution_has_what_the_readme_and_make_need():

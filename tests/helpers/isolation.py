@@ -31,6 +31,7 @@ WATCHED_SIGNALS = tuple(
 FOREIGN_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "KMP_INIT_AT_FORK",  # scikit-learn and threadpoolctl
+    "_RJEM_MALLOC_CONF",  # polars
     "KMP_DUPLICATE_LIB_OK",
     "TF2_BEHAVIOR",  # tensorboard
     "_MLFLOW_TELEMETRY_SESSION_ID",

@@ -11,6 +11,8 @@ from torch.torch_version import TorchVersion
 NO_BITSANDBYTES = "needs bitsandbytes: pip install 'cadence-trainer[bnb]'"
 NO_DATASETS = "needs Hugging Face's datasets: pip install datasets"
 NO_WEBDATASET = "needs webdataset: pip install webdataset"
+NO_HYDRA = "needs hydra: pip install hydra-core"  # of which the antlr4 is older than others'
+NO_RAY = "needs Ray: pip install 'ray[tune]'"
 NO_CUDA = "needs a CUDA device"
 
 
@@ -35,6 +37,12 @@ requires_datasets = pytest.mark.skipif(find_spec("datasets") is None, reason=NO_
 """Marks a test that needs the package; a stand-in is tested without it."""
 
 requires_webdataset = pytest.mark.skipif(find_spec("webdataset") is None, reason=NO_WEBDATASET)
+"""Marks a test that needs the package."""
+
+requires_hydra = pytest.mark.skipif(find_spec("hydra") is None, reason=NO_HYDRA)
+"""Marks a test that needs the package."""
+
+requires_ray = pytest.mark.skipif(find_spec("ray") is None, reason=NO_RAY)
 """Marks a test that needs the package."""
 
 requires_cuda = pytest.mark.gpu

@@ -25,6 +25,7 @@ from transformers import (
 from tests.helpers.ranks import RankError
 from trainer import (
     Accelerator,
+    DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     Trainer,
@@ -235,3 +236,46 @@ def test_tied_weights_are_in_a_checkpoint_once(ranks2, tmp_path):
         return [name for name, known in tensors.items() if "tied" in known]
 
     assert ranks2(save)[0] == ["model.lm_head.weight"]
+
+
+class Writing(Language):
+    """Continues the beginnings of the validation's samples."""
+
+    def __init__(self) -> None:
+        super().__init__("Llama")
+        self.written: list[list[int]] = []
+
+    def on_validation_start(self) -> None:
+        self.written = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        length = 5 + batch_idx  # and as many forward passes, of which all are collective
+        beginning = {"input_ids": batch[:, :3], "attention_mask": torch.ones_like(batch[:, :3])}
+        written = self.model.generate(**beginning, do_sample=False, max_length=length)
+        self.written += written.tolist()
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP", "ZeRO-3"])
+def test_a_validation_generates_on_shards_what_one_process_does(ranks2, engine, tmp_path):
+    def write(folder: Path, size: int, options: Any = dict) -> list[list[int]]:
+        trainer = Trainer(
+            cpu=True, max_epochs=2, seed=3, progress_bar=False, project_dir=folder, **options()
+        )
+        module = Writing()
+        train: Any = DataLoader(TOKENS, 2 * size)
+        beginnings: Any = DataLoader(TOKENS[:10], size)
+        trainer.fit(module, train, beginnings)
+        return module.written
+
+    plugins = {
+        "DDP": dict,
+        "FSDP": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+        "ZeRO-3": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)},
+    }
+    expected = write(tmp_path / "one", 4)
+    found = ranks2(lambda: write(tmp_path / "two", 2, plugins[engine]))
+    assert [len(found[0]), len(found[1])] == [6, 4]
+    rows = {tuple(row[:3]): row for row in expected}
+    for row in (*found[0], *found[1]):
+        common = min(len(row), len(rows[tuple(row[:3])]))
+        assert row[:common] == rows[tuple(row[:3])][:common]

@@ -221,6 +221,45 @@ def test_a_schedule_with_another_step_is_advanced_by_the_module():
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 / 3
 
 
+class OfTimm(Warmup):
+    """A schedule with the methods of timm's."""
+
+    def __init__(self, optimizer: Any, t_in_epochs: bool) -> None:
+        super().__init__(optimizer)
+        self.t_in_epochs, self.calls = t_in_epochs, []
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        self.calls.append(("epoch", epoch, metric))
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        self.calls.append(("step", num_updates, metric))
+
+
+class WithTimm(Plain):
+    counts, interval = "step", "step"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.schedule = OfTimm(optimizer, self.counts == "epoch")
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.schedule, "interval": self.interval},
+        }
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_a_schedule_of_timm_is_given_the_number_of_the_update_or_epoch(unit):
+    kind = type("Numbered", (WithTimm,), {"counts": unit, "interval": unit})
+    _, _, trainer = fitted(kind)
+    last = trainer.global_step if unit == "step" else trainer.max_epochs
+    calls = [(unit, number, None) for number in range(1, last + 1)]
+    assert trainer.module.schedule.calls == calls != []
+    other = type("Other", (WithTimm,), {"counts": {"step": "epoch", "epoch": "step"}[unit]})
+    other.interval = unit
+    with pytest.raises(ValueError, match=f"with 'interval': '{unit}' would stay where it is"):
+        fitted(other)
+
+
 class Skips(Net):
     """Skips batches by a feature of theirs; with two processes, one rank at a time."""
 

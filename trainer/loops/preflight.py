@@ -304,6 +304,17 @@ def warn_of_no_validation(run: FitRun) -> None:
     )
 
 
+def check_units(run: FitRun) -> None:
+    """Check the units of schedulers, unless the module advances them itself.
+
+    Raises:
+        ValueError: See `SchedulerEntry.check_unit`.
+    """
+    if run.module.automatic_optimization and "lr_scheduler_step" not in run.hooks.module_overrides:
+        for entry in run.optim.schedulers:
+            entry.check_unit()
+
+
 def check_one_pass_loaders(run: FitRun) -> None:
     """Raise if a loader is a one-pass iterator that the run would read more than once.
 

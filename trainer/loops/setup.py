@@ -55,6 +55,7 @@ from trainer.loops.preflight import (
     check_optimizer_fingerprints,
     check_overrides,
     check_rank_consistency,
+    check_units,
     reaches_validation,
     warn_of_no_validation,
 )
@@ -337,6 +338,7 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
             context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         _begin(run, weights)
     check_one_pass_loaders(run)
+    check_units(run)
     configuration, hparams = context.settings.describe(), logged(run.module)
     if isinstance(run.stage.datamodule, DataModule):
         hparams = logged(run.stage.datamodule) | hparams

@@ -182,9 +182,8 @@ def step_schedulers(
                 if monitored is None and entry.monitor in latest:
                     continue  # validation logs this name too, but none has run yet
                 latest = latest if monitored is None else latest | {entry.monitor: monitored[0]}
-            entry.step(
-                latest, run.hooks.module_overrides.get("lr_scheduler_step"), warns=run.context.warns
-            )
+            own_step = run.hooks.module_overrides.get("lr_scheduler_step")
+            entry.step(latest, own_step or entry.step_to(number), warns=run.context.warns)
 
 
 def reduce_step_metrics(run: FitRun) -> None:

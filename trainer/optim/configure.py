@@ -99,7 +99,8 @@ class SchedulerEntry:
 
     Attributes:
         scheduler: A torch scheduler or any object with ``step``, ``state_dict`` and
-            ``load_state_dict``.
+            ``load_state_dict``. One of timm, which has ``step_update`` too, is given the number of
+            the update or epoch.
         interval: The unit of `frequency`: ``"step"`` (an optimizer update) or ``"epoch"``.
         frequency: The number of updates or epochs per step of the scheduler.
         monitor: The metric passed to ``step`` of ``ReduceLROnPlateau``, or of a scheduler that is
@@ -135,6 +136,31 @@ class SchedulerEntry:
                 "ReduceLROnPlateau needs a metric to monitor: return {'optimizer': …, "
                 "'scheduler': …, 'monitor': 'val/loss'}."
             )
+
+    def check_unit(self) -> None:
+        """Check that a scheduler of timm counts in `interval`; else it would never advance.
+
+        Raises:
+            ValueError: It counts in the other unit.
+        """
+        in_epochs = getattr(self.scheduler, "t_in_epochs", None)
+        unit = "epoch" if in_epochs else "step"
+        if in_epochs is not None and unit != self.interval:
+            raise ValueError(
+                f"{type(self.scheduler).__name__} has t_in_epochs={in_epochs}, and with "
+                f"'interval': {self.interval!r} would stay where it is: return {{'optimizer': …, "
+                f"'lr_scheduler': {{'scheduler': …, 'interval': {unit!r}}}}}."
+            )
+
+    def step_to(self, number: int) -> Callable[[Any, float | None], Any] | None:
+        """Return how a scheduler of timm is brought to the number of an update or epoch, from 1.
+
+        It has a method for each of the two. None for other schedulers, which count themselves.
+        """
+        if not callable(getattr(self.scheduler, "step_update", None)):
+            return None
+        name = "step" if self.interval == "epoch" else "step_update"
+        return lambda scheduler, metric: getattr(scheduler, name)(number, metric)
 
     def step(
         self,

@@ -7,6 +7,7 @@ import ipaddress
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trainer.cli import main
 from trainer.cli.launch import parser
@@ -977,3 +979,38 @@ def test_the_batch_script_for_the_cpu_asks_for_no_gpu(capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")  # which sbatch hands on to the job
     assert main(["launch", "--slurm", "--num_processes", "4", "train.py"]) == 0
     assert "gpu" not in capsys.readouterr().out
+
+
+def test_the_manifest_for_kubernetes_starts_the_processes_of_its_machines(machine):
+    page = Path(__file__).parents[3] / "docs" / "guides" / "clusters.md"
+    (text,) = re.findall(r'^```yaml title="jobset.yaml"\n(.*?)^```', page.read_text(), re.M | re.S)
+    manifest = yaml.safe_load(text)
+    (workers,) = manifest["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    first = f"{manifest['metadata']['name']}-{workers['name']}-0-0.{manifest['metadata']['name']}"
+    assert job["completions"] == job["parallelism"] == 2
+    assert job["completionMode"] == "Indexed"
+    assert {each["name"] for each in container["volumeMounts"]} == {
+        each["name"] for each in pod["volumes"]
+    }
+    write("train.py", "")
+    machine(8)
+    shell, _, command = container["command"]
+    for index in range(job["completions"]):
+        shown = subprocess.run(
+            [shell, "-c", command.replace("exec trainer", "echo")],
+            env={**os.environ, "JOB_COMPLETION_INDEX": str(index)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        _, *words = shlex.split(shown)
+        arguments = launch_command_parser().parse_args(words)
+        configuration = configure(arguments)
+        found = make_plan(arguments, configuration)
+        assert found.processes == container["resources"]["limits"]["nvidia.com/gpu"]
+        assert found.machines == (job["completions"], job["completions"])
+        assert (configuration.machine_rank, configuration.main_process_ip) == (index, first)
+        assert arguments.words == ["train.py"]

@@ -138,6 +138,10 @@ def run_plain(command: str, ranks: object) -> None:
         raise
 
 
+# Packages that are not in the extra `test`.
+NEEDED = {"data-libraries.md": ("datasets", "webdataset", "polars")}
+
+
 # Of torch, while it compiles; the second one it hides by other means than filters.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -147,6 +151,8 @@ def run_plain(command: str, ranks: object) -> None:
 @pytest.mark.timeout(900)  # a page may start many processes, each of which imports torch
 @each_page
 def test_every_block_runs(page, ranks, tmp_path, monkeypatch):
+    for package in NEEDED.get(page.name, ()):
+        pytest.importorskip(package, reason=f"needs the extra libraries: {package}")
     monkeypatch.setenv("HF_HOME", "hf")  # where `trainer config` writes
     monkeypatch.syspath_prepend(tmp_path)  # blocks import the files of others
     (tmp_path / "examples").symlink_to(ROOT / "examples")

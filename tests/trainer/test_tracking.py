@@ -104,7 +104,9 @@ def text(events, name):
 
 
 def test_log_with_is_checked_at_once():
-    with pytest.raises(ValueError, match=r"log_with is 'tensorbord'; it must be one of 'aim', 'all'"):
+    with pytest.raises(
+        ValueError, match=r"log_with is 'tensorbord'; it must be one of 'aim', 'all'"
+    ):
         RunTrackers("tensorbord", "logs")
     with pytest.raises(ValueError, match=r"'tensorboard' writes files.*project_dir"):
         RunTrackers("tensorboard", None)

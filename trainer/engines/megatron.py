@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import chain
-from math import inf, isclose
+from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 
 from trainer.configuration import MegatronLMPlugin
 from trainer.configuration.dummy_optimizers import MegatronLMDummyScheduler
-from trainer.data.batch import samples_in, take
 from trainer.distributed.guards import forbid_collectives
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_all
@@ -39,13 +38,19 @@ from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions, Gradients
 from trainer.engines.driving import DrivenWeights, DrivesOptimizer, Prepared
+from trainer.engines.micro_batches import (
+    StageLogs,
+    gather_outcomes,
+    required_loss,
+    split_batch,
+)
 from trainer.engines.single import attribute_restorer
 from trainer.enums import DistributedType, DynamoBackend
 from trainer.names import EXTRA_STATE, bare_names
 from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import parameters_of, twin_of
 from trainer.optim.state import keeps_on_host
-from trainer.optim.weighting import loss_of, scale_
+from trainer.optim.weighting import scale_
 from trainer.precision import unwrap_forward
 from trainer.rng import isolated_rng, mix, register_generators, seed_local
 from trainer.tree import LocalShards, fill_, find_batch_size
@@ -214,7 +219,7 @@ class Megatron(DrivesOptimizer):
         self._input: Tensor | None = None  # of its model, from the stage before
         self._error: Exception | None = None  # of one of the steps
         self._seed = 0  # of the micro-batches of a batch, with several stages
-        self._logged: list[tuple[Any, ...]] = []
+        self._logs = StageLogs(nn.Module())  # of the batch that runs
         self._window = _Window()
         self._share_seed()
 
@@ -434,10 +439,13 @@ class Megatron(DrivesOptimizer):
         if self._in_dummy:
             return None  # all processes of a schedule share its data, so none of them waits
         batch, *others = args
-        micro_batches = self._split_batch(batch)
+        number = self.plugin.num_micro_batches or 1
+        parts = split_batch(self.module, batch, number, "num_micro_batches")
+        micro_batches = [_MicroBatch(*part) for part in parts]
         items = sum(micro.items for micro in micro_batches)
         self._begin_window()
-        window, self._logged, self._error = self._window, [], None
+        window, self._error = self._window, None
+        self._logs = StageLogs(self.module)
         window.reference = window.reference or items
         if self._stages > 1:  # steps of all stages draw the same numbers
             self._seed = int(torch.randint(2**31, ()))
@@ -450,36 +458,6 @@ class Megatron(DrivesOptimizer):
             mean = self._share_loss(mean)
         window.loss, window.items = mean.requires_grad_(), items
         return window.loss
-
-    def _split_batch(self, batch: Any) -> list[_MicroBatch]:
-        """Cut a batch into micro-batches, and leave out those without items.
-
-        Raises:
-            ValueError: The batch cannot be cut, or its parts have other items than the whole.
-        """
-        size = samples_in(batch)
-        if not size:
-            raise ValueError(
-                "A batch is cut into micro-batches along the first dimension of its tensors, which "
-                "must be the same for all: let collate_fn return nothing else, and make what all "
-                "samples share, such as a mask, in training_step."
-            )
-        each = -(-size // min(self.plugin.num_micro_batches or 1, size))
-        parts = [take(batch, at, at + each) for at in range(0, size, each)]
-        count: Any = getattr(self.module, "count_items", find_batch_size)
-        counts = [count(part) for part in (*parts, batch)]
-        if all(isinstance(each, Tensor) for each in counts):  # one wait for the device
-            counts = torch.stack([each.reshape(()) for each in counts]).tolist()
-        *items, whole = map(float, counts)
-        if not isclose(sum(items), whole, rel_tol=1e-5):
-            raise ValueError(
-                f"count_items gave {whole:g} for a batch, but {', '.join(f'{n:g}' for n in items)} "
-                "for its micro-batches, whose sum must be the same: count what is in each sample, "
-                "or set num_micro_batches to 1."
-            )
-        pairs = zip(parts, items, strict=True)
-        micros = [_MicroBatch(n, part, own) for n, (part, own) in enumerate(pairs)]
-        return [micro for micro in micros if micro.items]
 
     def _run_schedule(self, micro_batches: Sequence[_MicroBatch], step: Callable[..., Any]) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -557,20 +535,14 @@ class Megatron(DrivesOptimizer):
             RuntimeError: ``training_step`` has not called the model once.
             TypeError: It has returned no loss.
         """
-        module: Any = self.module
-        vars(module)["log"] = self._recording(type(module).log, micro.items)
+        self._logs.record(micro.items, lambda: self._is_last, shared=self._stages > 1)
         outputs = super().forward("training_step", micro.batch, *others)
         if micro.calls != 1:
             raise RuntimeError(
                 f"training_step called the {type(self._model).__name__} {micro.calls} times; with "
                 "stages or micro-batches it must call it once for each batch."
             )
-        if outputs is None:
-            raise TypeError(
-                "training_step returned None, which would skip one of the micro-batches that a "
-                "schedule needs: define count_items, and return 0 from it for what must not count."
-            )
-        return loss_of(outputs)
+        return required_loss(outputs)
 
     def _zero_output(self) -> Tensor:
         """Return what goes on after an error, with gradients of zero."""
@@ -590,63 +562,18 @@ class Megatron(DrivesOptimizer):
         self._input = inputs[0] if isinstance(inputs, list) else inputs
         return take(inputs)
 
-    def _recording(self, log: Callable[..., Any], items: float) -> Callable[..., None]:
-        """Return what stands for ``log`` in a schedule: values have the items as their weight.
-
-        Only the last stage logs: the others get its values afterwards.
-        """
-        module: Any = self.module
-
-        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._is_last:
-                return
-            if kwargs.get("batch_size") is None:
-                kwargs["batch_size"] = items
-            recording = vars(module).pop("log")  # it may call itself
-            try:
-                log(module, name, value, *args, **kwargs)
-            finally:
-                vars(module)["log"] = recording
-            if self._stages > 1:
-                self._logged.append((name, _path_in(module, name, value), value, args, kwargs))
-
-        return record
-
     def _share_loss(self, mean: Tensor) -> Tensor:
         """Give all stages the loss of the last one, and log what it has logged."""
-        logs = [(*place, _sendable(value), args, kw) for *place, value, args, kw in self._logged]
-        loss, logged = self._of_last_stage((mean.item(), logs), self._error)
+        loss, logged = self._of_last_stage((mean.item(), self._logs.to_send()), self._error)
         if self._is_last:
             return mean
-        module: Any = self.module
-        for name, path, value, args, kwargs in logged:
-            shown = value if path is None else module.get_submodule(path)
-            module.log(name, shown, *args, **kwargs)
+        self._logs.repeat(logged)
         return torch.full_like(mean, loss)
 
     def _of_last_stage(self, value: Any, error: Exception | None) -> Any:
-        """Return what the last stage gives here, if no stage has failed.
-
-        Raises:
-            Exception: The error of this stage.
-            RuntimeError: Another stage has failed.
-        """
+        """Return what the last stage gives here; see `gather_outcomes`."""
         group = self._states.get_pipeline_model_parallel_group()
-        report = None if error is None else f"{type(error).__name__}: {error}"
-        of_stages: list[Any] = [None] * self._stages
-        dist.all_gather_object(of_stages, (report, value), group=group)
-        failed = next(
-            (stage for stage, (report, _) in enumerate(of_stages) if report is not None), None
-        )
-        if failed is None:
-            return of_stages[-1][1]
-        if failed == self._stage:  # the stages after it have got nothing that they could use
-            assert error is not None
-            raise error
-        raise RuntimeError(
-            f"Rank {dist.get_global_rank(group, failed)} failed while the others waited for it: "
-            f"{of_stages[failed][0]}"
-        )
+        return gather_outcomes(group, value, error)[-1]
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the model's ``forward``."""
@@ -1134,30 +1061,6 @@ class MegatronWeights(DrivenWeights):
 
 def _without_metrics(loss: Tensor) -> tuple[Tensor, dict[str, Any]]:
     return loss, {}
-
-
-def _sendable(value: Any) -> Any:
-    """Return a logged value as it is sent: numbers alone; each stage has its metric objects."""
-    if hasattr(value, "compute"):
-        return None
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _path_in(module: nn.Module, name: str, value: Any) -> str | None:
-    """Return the place of a logged metric object in the module; None for a number.
-
-    Raises:
-        TypeError: It is an object that is not part of the module.
-    """
-    if not hasattr(value, "compute"):
-        return None
-    for path, part in module.named_modules():
-        if part is value:
-            return str(path)
-    raise TypeError(
-        f"The metric {name!r} is a {type(value).__name__} that is not an attribute of the "
-        "module, where the other stages could find theirs: assign it in __init__."
-    )
 
 
 def _note(value: Any, parameter: Tensor) -> Any:

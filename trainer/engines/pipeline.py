@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, isclose
+from math import inf
 from typing import Any
 from zlib import crc32
 
@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, yet private
 
 from trainer.configuration.parallelism import device_mesh
-from trainer.data.batch import samples_in, take
 from trainer.data.seeding import group_equal, isolated_generators, module_generators
 from trainer.distributed.guards import forbid_collectives, read_back
 from trainer.distributed.objects import all_gather_object, broadcast_object
@@ -43,6 +42,12 @@ from trainer.engines.averaging import average_gradients_of, give_nothing
 from trainer.engines.base import EngineOptions, Gradients, Weights, gathered_on_first
 from trainer.engines.compile import is_compiled
 from trainer.engines.lockstep import has_sync_batch_norm
+from trainer.engines.micro_batches import (
+    StageLogs,
+    gather_outcomes,
+    required_loss,
+    split_batch,
+)
 from trainer.engines.single import SingleDevice, attribute_restorer
 from trainer.engines.stage_layers import (
     SHAPES,
@@ -61,9 +66,9 @@ from trainer.optim.finite import find_non_finite
 from trainer.optim.lomo import is_lomo
 from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import keeps_on_host
-from trainer.optim.weighting import loss_of, scale_
+from trainer.optim.weighting import scale_
 from trainer.rng import isolated_rng, mix
-from trainer.tree import LocalShards, as_bytes, fill_, find_batch_size, leaves, map_tree
+from trainer.tree import LocalShards, as_bytes, fill_, leaves, map_tree
 
 _OTHER_STAGES = (
     "is called in training_step, but the processes of a pipeline run it for other micro-batches at "
@@ -187,7 +192,7 @@ class Pipeline(SingleDevice):
         self._micro_batches: list[_MicroBatch | None] = []
         self._run_step: Callable[..., Any] = _nothing
         self._losses: list[tuple[Tensor, float]] = []
-        self._logged: list[tuple[Any, ...]] = []
+        self._logs = StageLogs(nn.Module())  # of the batch that runs
         self._error: Exception | None = None  # of one of the steps
         self._checked = False  # whether a batch has run without collectives of its own
         self._window = _Window()
@@ -273,7 +278,7 @@ class Pipeline(SingleDevice):
         """Run all stages outside a schedule, one after the other; all get the last one's output.
 
         Raises:
-            Exception: See `_of_all_stages`.
+            Exception: See `gather_outcomes`.
             RuntimeError: Gradients are asked for.
         """
         if torch.is_grad_enabled():
@@ -303,7 +308,7 @@ class Pipeline(SingleDevice):
                 output = None
         held: list[Tensor] = []
         described = map_tree(partial(_describe, held), output) if self._is_last else None
-        described = self._of_all_stages(described, error)[-1]
+        described = gather_outcomes(self._group, described, error)[-1]
         return map_tree(partial(self._given, iter(held)), described)
 
     def _outcome(
@@ -357,26 +362,6 @@ class Pipeline(SingleDevice):
             tensor = torch.empty(value.shape, dtype=value.dtype, device=self.options.device)
         return _send(tensor, self._group, self._ranks - 1)
 
-    def _of_all_stages(self, value: Any, error: Exception | None) -> list[Any]:
-        """Return what each process of the pipeline gives here, if none has failed.
-
-        Raises:
-            Exception: The error of this stage.
-            RuntimeError: Another stage has failed.
-        """
-        report = None if error is None else f"{type(error).__name__}: {error}"
-        of_ranks: list[Any] = [None] * self._ranks
-        dist.all_gather_object(of_ranks, (report, value), group=self._group)
-        if error is not None:
-            raise error
-        failed = [rank for rank, (report, _) in enumerate(of_ranks) if report is not None]
-        if failed:
-            raise RuntimeError(
-                f"Rank {dist.get_global_rank(self._group, failed[0])} failed while the others "
-                f"waited for it: {of_ranks[failed[0]][0]}"
-            )
-        return [value for _, value in of_ranks]
-
     # -- a training step ---------------------------------------------------------------------------
 
     # ARG002: an interface
@@ -391,7 +376,9 @@ class Pipeline(SingleDevice):
         if self._in_dummy:
             return None  # all processes of a pipeline share its data, so none of them waits
         batch, *others = args
-        micro_batches = self._split_batch(batch)
+        number = self.config.pp_microbatches or 4 * self._ranks
+        parts = split_batch(self.module, batch, number, "pp_microbatches")
+        micro_batches = [_MicroBatch(*part) for part in parts]
         items = sum(micro.items for micro in micro_batches)
         window = self._window
         window.begun, window.reference = True, window.reference or items
@@ -399,7 +386,8 @@ class Pipeline(SingleDevice):
         for micro in micro_batches:
             micro.boundaries = self._boundaries_of(micro)
         self._put_gradients()  # and drop those of the user's own backward passes
-        self._losses, self._logged, self._error = [], [], None
+        self._losses, self._error = [], None
+        self._logs = StageLogs(self.module)
         try:
             self._run_schedule(micro_batches)
             self._checked = True
@@ -419,35 +407,6 @@ class Pipeline(SingleDevice):
         for parameter in self.layers.own:
             parameter.grad = self._window.gradients.get(parameter)
         self._window.gradients = {}
-
-    def _split_batch(self, batch: Any) -> list[_MicroBatch]:
-        """Cut a batch into micro-batches, and leave out those without items.
-
-        Raises:
-            ValueError: The batch cannot be cut, or its parts have other items than the whole.
-        """
-        size = samples_in(batch)
-        if not size:
-            raise ValueError(
-                "A batch is cut into micro-batches along the first dimension of its tensors, which "
-                "must be the same for all: let collate_fn return nothing else, and make what all "
-                "samples share, such as a mask, in training_step."
-            )
-        each = -(-size // min(self.config.pp_microbatches or 4 * self._ranks, size))
-        parts = [take(batch, at, at + each) for at in range(0, size, each)]
-        count: Any = getattr(self.module, "count_items", find_batch_size)
-        counts = [count(part) for part in (*parts, batch)]
-        if all(isinstance(each, Tensor) for each in counts):  # one wait for the device
-            counts = read_back(torch.stack([each.reshape(()) for each in counts])).tolist()
-        *items, whole = map(float, counts)
-        if not isclose(sum(items), whole, rel_tol=1e-5):
-            raise ValueError(
-                f"count_items gave {whole:g} for a batch, but {', '.join(f'{n:g}' for n in items)} "
-                "for its micro-batches, whose sum must be the same: count what is in each sample, "
-                "or set pp_microbatches to 1."
-            )
-        pairs = enumerate(zip(parts, items, strict=True))
-        return [_MicroBatch(number, part, own) for number, (part, own) in pairs if own]
 
     def _boundaries_of(self, micro: _MicroBatch) -> list[Boundary]:
         """Return what each stage sends for a micro-batch.
@@ -487,7 +446,7 @@ class Pipeline(SingleDevice):
                     f"{self.layers.plan.layers[0]} and the layers after it, which are divided into "
                     "stages: call the model once for each batch."
                 )
-        of_all = self._of_all_stages((found, _checksum(micro.batch)), error)
+        of_all = gather_outcomes(self._group, (found, _checksum(micro.batch)), error)
         for rank, (shapes, data) in enumerate(of_all):
             place = f"process {rank} of the pipeline"
             if data != of_all[-1][1]:
@@ -631,8 +590,7 @@ class Pipeline(SingleDevice):
             boundary = micro.boundaries[stage - 1]
             current.received = received[0][: boundary.size].view(boundary.shape).clone()
         try:
-            module: Any = self.module
-            vars(module)["log"] = self._recording(type(module).log, micro.items)
+            self._logs.record(micro.items, self._runs_last, shared=True)
             with (
                 self._autocast(),
                 self._seeded(number),
@@ -665,13 +623,8 @@ class Pipeline(SingleDevice):
                 f"training_step has not run {plan.layers[plan.starts[-1]]}, with which the last "
                 "stage begins: call the model once for each batch."
             )
-        if outputs is None:
-            raise TypeError(
-                "training_step returned None, which would skip one of the micro-batches that a "
-                "schedule needs: define count_items, and return 0 from it for what must not count."
-            )
         check_known((outputs,), {}, "training_step's loss")
-        loss = loss_of(outputs)
+        loss = required_loss(outputs)
         self._losses.append((loss.detach(), micro.items))
         return loss.reshape(1) * (micro.items / self._window.reference)
 
@@ -710,37 +663,17 @@ class Pipeline(SingleDevice):
         known = next(micro for micro in self._micro_batches if micro is not None)
         return [boundary.dtype for boundary in known.boundaries]
 
-    def _recording(self, log: Callable[..., Any], items: float) -> Callable[..., None]:
-        """Return what stands for ``log`` in a schedule: values have the items as their weight.
-
-        Only the last stage logs: the others get its values afterwards.
-        """
-        module: Any = self.module
-
-        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if self.layers.current is None or self.layers.current.stage != self._stages - 1:
-                return
-            if kwargs.get("batch_size") is None:
-                kwargs["batch_size"] = items
-            recording = vars(module).pop("log")  # it may call itself
-            try:
-                log(module, name, value, *args, **kwargs)
-            finally:
-                vars(module)["log"] = recording
-            self._logged.append((name, _path_in(module, name, value), value, args, kwargs))
-
-        return record
+    def _runs_last(self) -> bool:
+        current = self.layers.current
+        return current is not None and current.stage == self._stages - 1
 
     def _share_loss(self, mean: Tensor) -> Tensor:
         """Give all stages the loss of the last one, and log what it has logged."""
-        logs = [(*place, _sendable(value), args, kw) for *place, value, args, kw in self._logged]
-        loss, logged = self._of_all_stages((read_back(mean).item(), logs), self._error)[-1]
+        sent = read_back(mean).item(), self._logs.to_send()
+        loss, logged = gather_outcomes(self._group, sent, self._error)[-1]
         if self._is_last:
             return mean
-        module: Any = self.module
-        for name, path, value, args, kwargs in logged:
-            shown = value if path is None else module.get_submodule(path)
-            module.log(name, shown, *args, **kwargs)
+        self._logs.repeat(logged)
         return torch.full_like(mean, loss)
 
     def backward(
@@ -1162,30 +1095,6 @@ def _note(value: Any, parameter: Tensor) -> Any:
         return value
     divided = value.ndim and value.shape == parameter.shape
     return value.dtype if divided else value.detach().cpu()
-
-
-def _sendable(value: Any) -> Any:
-    """Return a logged value as it is sent: numbers alone; each stage has its metric objects."""
-    if hasattr(value, "compute"):
-        return None
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _path_in(module: nn.Module, name: str, value: Any) -> str | None:
-    """Return the place of a logged metric object in the module; None for a number.
-
-    Raises:
-        TypeError: It is an object that is not part of the module.
-    """
-    if not hasattr(value, "compute"):
-        return None
-    for path, part in module.named_modules():
-        if part is value:
-            return str(path)
-    raise TypeError(
-        f"The metric {name!r} is a {type(value).__name__} that is not an attribute of the "
-        "module, where the other stages could find theirs: assign it in __init__."
-    )
 
 
 def _checksum(batch: Any) -> int:

@@ -497,7 +497,7 @@ def test_only_the_first_process_reads_pretrained_weights(tmp_path):
 
     pool = RankPool(2)  # of its own, as transformers reads the variables when it is imported
     try:
-        outcomes = pool(load)
+        outcomes = pool(load, timeout=240)  # importing transformers and DeepSpeed takes long
     finally:
         pool.close()
     for told, found, expected in outcomes:

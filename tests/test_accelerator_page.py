@@ -1,4 +1,4 @@
-"""docs/accelerator.md is complete: every public member has a row, and every row names its tests.
+"""docs/accelerator-members.md is complete: every public member has a row that names its tests.
 
 A test belongs to a row if it exists and speaks of the member, in its own text or in that of the
 helpers in its file. What the members of the `Accelerator` do is shown through an `Accelerator`.
@@ -21,7 +21,7 @@ import trainer.utils
 from trainer import Accelerator, AcceleratorState, GradientState, PartialState
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "accelerator.md"
+PAGE = ROOT / "docs" / "accelerator-members.md"
 
 # Engines that are refused: their fields are those of the documentation, in trainer/configuration/.
 REFUSED = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "MegatronLMPlugin"}

@@ -1,6 +1,6 @@
-"""The table of what does not carry over is true, and docs/migrating.md shows it.
+"""The table of what does not carry over is true, and the pages of docs/coming-from show it.
 
-``python tests/moving/test_migrate_table.py`` writes the tables of the page anew.
+``python tests/moving/test_migrate_table.py`` writes those pages.
 """
 
 from __future__ import annotations
@@ -17,31 +17,38 @@ from tests.moving.running import real
 from trainer.lightning.pytorch.strategies import strategy_of
 from trainer.migration.table import LIGHTNING_MODULES, LIGHTNING_NAMES, TABLES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
-MARK = "<!-- written by `python tests/moving/test_migrate_table.py` -->\n"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "coming-from"
+PAGES = {
+    "Lightning": FOLDER / "lightning-names.md",
+    "Accelerate": FOLDER / "accelerate-names.md",
+    "Hugging Face Trainer": FOLDER / "transformers-names.md",
+}
+MARK = "<!-- written by `python tests/moving/test_migrate_table.py` -->"
 
 
-def rendered() -> str:
-    """Return the tables in Markdown; names with the same replacement share a row."""
-    lines, library = [], ""
+def rendered(library: str) -> str:
+    """Return the page of a library; names with the same replacement share a row."""
+    lines = [MARK, "", f"# {library}: names that do not carry over"]
     for table in TABLES:
         if table.library != library:
-            library = table.library
-            lines += ["", f"### {library}: all names"]
+            continue
         by_use: dict[str, list[str]] = defaultdict(list)
         for name, use in sorted(table.entries.items()):
             by_use[use].append(f"`{name}`")
-        lines += ["", f"{table.what[0].upper()}{table.what[1:]}:", "", "| name | what to use |"]
+        lines += ["", f"## {table.what[0].upper()}{table.what[1:]}", "", "| name | what to use |"]
         lines += ["|---|---|", *(f"| {', '.join(each)} | {use} |" for use, each in by_use.items())]
     return "\n".join([*lines, ""])
 
 
-def test_the_page_shows_the_table():
-    assert PAGE.read_text().partition(MARK)[2] == rendered(), __doc__
+def test_the_pages_show_the_table():
+    assert {table.library for table in TABLES} == set(PAGES)
+    for library, page in PAGES.items():
+        assert page.read_text() == rendered(library), __doc__
 
 
 def test_each_strategy_that_the_page_names_carries_over():
-    text = re.search(r"\*\*Strategies\*\*.*?;", PAGE.read_text(), re.DOTALL)[0]
+    page = (FOLDER / "lightning-details.md").read_text()
+    text = re.search(r"\*\*Strategies\*\*.*?;", page, re.DOTALL)[0]
     names = re.findall(r"`([a-z_0-9]+)`", text)
     assert {"ddp", "fsdp", "deepspeed_stage_2"} <= set(names)
     assert strategy_of("fsdp").arguments
@@ -107,5 +114,5 @@ PUBLIC = """
 
 
 if __name__ == "__main__":
-    before, mark, _ = PAGE.read_text().partition(MARK)
-    PAGE.write_text(before + mark + rendered())
+    for each, path in PAGES.items():
+        path.write_text(rendered(each))

@@ -164,7 +164,7 @@ HUGGING_FACE_ARGUMENTS = _of(
     "adam_beta1": _RATE,
     "adam_beta2": _RATE,
     "adam_epsilon": _RATE,
-    "args": "the arguments of TrainingArguments under the Trainer's own names (docs/migrating.md)",
+    "args": "the arguments of TrainingArguments under the Trainer's own names (docs/coming-from)",
     "auto_find_batch_size": "Tuner(...).scale_batch_size(module, loader)",
     "batch_size": _LOADER,
     "bf16_full_eval": _AS_TRAINED,

@@ -53,7 +53,7 @@ from trainer.migration.values import WRONG_VALUES
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 
-_PAGE = "see docs/migrating.md"
+_PAGE = "see docs/coming-from"
 _LISTED = ("transformers",)  # its imports are not changed
 _KINDS = (
     ("module", TrainModule),

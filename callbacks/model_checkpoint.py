@@ -8,7 +8,6 @@ import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 import torch
 
@@ -31,6 +30,7 @@ _Decisions = tuple[dict[str, float], list[str], list[str]]
 
 
 _NAME = re.compile(r"step-[0-9]{8,}")  # what `_name_at` returns
+_WITH_SECRET = re.compile(r"://[^/]*:[^/]*@|[?&][^/]*=")  # user:password@, or a query
 
 
 def _name_at(step: int) -> str:
@@ -38,14 +38,20 @@ def _name_at(step: int) -> str:
 
 
 def _checked_url(mirror: str) -> str:
-    parts = urlsplit(mirror)
-    if not parts.scheme:
+    from fsspec import get_filesystem_class
+
+    if "://" not in mirror:
         raise ValueError(f"mirror is {mirror!r}; it is a URL such as 's3://bucket/run'.")
-    if parts.password:
+    if _WITH_SECRET.search(mirror):
         raise ValueError(
-            "mirror holds a password, which would be logged. Pass credentials by the environment "
-            "or by the service's own files."
+            "mirror holds a password or a signature, which would be logged. Pass credentials by "
+            "the environment or by the service's own files."
         )
+    for part in mirror.split("::"):
+        try:
+            get_filesystem_class(part.partition("://")[0])
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"mirror={mirror!r} cannot be used: {error}") from error
     return mirror
 
 

@@ -477,13 +477,16 @@ class Trainer:
             begin_profile(run, [loaders.epoch_iterator])
             self.accelerator._run_engine = run.engine
             try:
-                fit(run)
-                run.saving.writer.wait()
-            except Preempted as ended:
-                watch.answered = True
-                if self._slurm_requeue and self.accelerator.is_main_process:
-                    requeue(int(ended.code or 0))
-                raise
+                try:
+                    fit(run)
+                    run.saving.writer.wait()
+                except Preempted as ended:
+                    watch.answered = True
+                    if self._slurm_requeue and self.accelerator.is_main_process:
+                        requeue(int(ended.code or 0))
+                    run.saving.wait_for_uploads()
+                    raise
+                run.saving.wait_for_uploads()
             except KeyboardInterrupt:
                 run.saving.abandon()
                 raise

@@ -7,8 +7,8 @@ A checkpoint exists there once its manifest does, which is uploaded last and rem
     s3://bucket/run/step-00000200/abandoned.json      the manifest of a branch that was given up
 
 Rank 0 uploads on a background thread. It uploads hard links to the files, so that a checkpoint
-which is removed or replaced in the meantime is still uploaded whole. Nothing is removed there
-before a newer checkpoint is complete there. While the service fails, uploads are tried again.
+which is removed or replaced in the meantime is still uploaded whole. A checkpoint is removed there
+once the one that displaced it is complete there. While the service fails, uploads are tried again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.save import Ranks, is_writer_rank, run_on_all_ranks
+from trainer.checkpoint.save import Ranks, is_writer_rank, no_shared_disk, run_on_all_ranks
 from trainer.checkpoint.storage import (
     MANIFEST,
     commit,
@@ -32,11 +33,14 @@ from trainer.checkpoint.storage import (
     fields_of,
     link_files,
     open_staging,
+    quarantine,
     read_manifest,
     run_id_of,
     share_of_files,
     step_of,
+    verify,
 )
+from trainer.distributed.objects import all_gather_object
 from trainer.errors import CheckpointError, module_logger
 
 logger = module_logger(__name__)
@@ -44,7 +48,12 @@ logger = module_logger(__name__)
 _ABANDONED = "abandoned.json"
 _LONGEST_PAUSE = 60.0  # seconds between attempts while the service fails
 _PATIENCE = 30.0  # seconds in which a failing service may recover when a fit ends
+LOOKS = 5.0  # seconds between looks at whether the uploads have ended
 _AT_ONCE = 10  # the number of checkpoints that a new machine fetches at most
+
+
+def _step(name: str) -> int:
+    return step_of(name) or 0
 
 
 class Remote:
@@ -52,22 +61,29 @@ class Remote:
 
     Args:
         url: The folder of the checkpoints.
-
-    Raises:
-        ValueError: The URL cannot be used; the message says why.
     """
 
     def __init__(self, url: str) -> None:
+        self.url = url
+
+    @cached_property
+    def _connected(self) -> tuple[Any, str]:
+        """The file system and the folder's path in it; some connect here, which may fail."""
         from fsspec.core import url_to_fs
 
-        try:
-            # Listings that are cached would not show what other machines write.
-            self._files, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-        except (ImportError, ValueError) as error:
-            raise ValueError(f"mirror={url!r} cannot be used: {error}") from error
-        if hasattr(self._files, "auto_mkdir"):  # only file systems with real folders have it
-            self._files.auto_mkdir = True
-        self.url, self._root = url, path.rstrip("/")
+        # Listings that are cached would not show what other machines write.
+        files, path = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        if hasattr(files, "auto_mkdir"):  # only file systems with real folders have it
+            files.auto_mkdir = True
+        return files, path.rstrip("/")
+
+    @property
+    def _files(self) -> Any:
+        return self._connected[0]
+
+    @property
+    def _root(self) -> str:
+        return self._connected[1]
 
     def names(self) -> list[str]:
         """Return the names of checkpoints, complete or not, newest first."""
@@ -78,7 +94,7 @@ class Remote:
         names = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
         return sorted(
             (name for name in names if step_of(name) is not None),
-            key=lambda name: step_of(name) or 0,
+            key=_step,
             reverse=True,
         )
 
@@ -100,14 +116,24 @@ class Remote:
             if (manifest := self.manifest(name)) is not None:
                 yield name, manifest
 
+    def partial(self) -> set[str]:
+        """Return the names of checkpoints whose upload has ended without their manifest."""
+        found: dict[str, set[str]] = {}
+        for entry in self._files.find(self._root):
+            name, _, file = str(entry).removeprefix(f"{self._root}/").partition("/")
+            if step_of(name) is not None:
+                found.setdefault(name, set()).add(file)
+        return {name for name, files in found.items() if not files & {MANIFEST, _ABANDONED}}
+
     def upload(self, file: Path, name: str, file_name: str) -> None:
         """Upload a file of a checkpoint."""
         self._files.put_file(str(file), self._path(name, file_name))
 
     def download(self, name: str, file_name: str, folder: Path) -> None:
-        """Download a file of a checkpoint into a local folder."""
+        """Download a file of a checkpoint into a local folder, which exists."""
         local = folder / file_name
-        local.parent.mkdir(parents=True, exist_ok=True)
+        for parent in reversed(Path(file_name).parents[:-1]):
+            (folder / parent).mkdir(exist_ok=True)
         self._files.get_file(self._path(name, file_name), str(local))
 
     def abandon(self, name: str) -> None:
@@ -133,46 +159,62 @@ class Mirror:
         remote: Where to.
         run_id: The run; checkpoints of others are neither uploaded nor removed nor replaced.
         step: The update at which the run starts. Later checkpoints of the run that are there belong
-            to a branch that is given up; their manifests are renamed.
+            to a branch that is given up; their manifests are renamed. What uploads that were killed
+            have left there is removed.
     """
 
     def __init__(self, root: Path, remote: Remote, run_id: str, step: int) -> None:
         self._root, self._remote, self._run_id = root, remote, run_id
         self._changed = threading.Condition()
         self._waiting = {path.name for path in committed(root) if run_id_of(path) == run_id}
-        self._obsolete: set[str] = set()
+        self._newest = max(map(_step, self._waiting), default=step)  # committed here
+        self._complete = -1  # the newest one that is known to be complete there
+        self._obsolete: dict[str, int] = {}  # with the step of what displaced them
         self._step: int | None = step
         self._sent: set[tuple[str, str, str]] = set()  # name, file and hash
         self._deadline: float | None = None
-        self._failed = False
+        self._failing: set[bool] = set()  # what fails: removals (True), uploads (False)
         self._thread = threading.Thread(target=self._run, name="cadence-mirror", daemon=True)
         self._thread.start()
 
     def committed(self, path: Path, displaced: Iterable[Path] = ()) -> None:
         """Upload a checkpoint that was committed, and then remove those that it displaces."""
         with self._changed:
-            self._obsolete.discard(path.name)
+            self._obsolete.pop(path.name, None)
             self._waiting.add(path.name)
+            self._newest = max(self._newest, _step(path.name))
             self._changed.notify()
         self.remove(displaced)
 
     def remove(self, paths: Iterable[Path]) -> None:
-        """Remove checkpoints once all that wait are uploaded."""
+        """Remove checkpoints once the newest one is complete there."""
         names = {path.name for path in paths if path.parent == self._root}
         with self._changed:
             self._waiting -= names
-            self._obsolete |= names
+            self._obsolete.update(dict.fromkeys(names, self._newest))
             self._changed.notify()
 
-    def close(self) -> None:
-        """Wait until everything is uploaded, or the service fails for 30 seconds."""
+    def finish(self, seconds: float) -> bool:
+        """Let the thread end when everything is uploaded, or the service fails for 30 seconds.
+
+        Args:
+            seconds: How long to wait for that.
+
+        Returns:
+            Whether it has ended.
+        """
         with self._changed:
-            self._deadline = time.monotonic() + _PATIENCE
+            asked, self._deadline = self._deadline, self._deadline or time.monotonic() + _PATIENCE
             self._changed.notify()
-        self._thread.join(5.0)
-        if self._thread.is_alive():
+        self._thread.join(seconds)
+        if asked is None and self._thread.is_alive():
             logger.warning("Waiting for the upload of checkpoints to %s.", self._remote.url)
-            self._thread.join()
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Wait until the thread has ended, see `finish`, and log what is left."""
+        while not self.finish(LOOKS):
+            pass
         if left := sorted(self._waiting):
             logger.warning(
                 "Not uploaded to %s: %s. The next fit with this project_dir uploads what is still "
@@ -195,64 +237,96 @@ class Mirror:
     def _run(self) -> None:
         pause = 0.0
         while self._wait(pause):
+            removes, work = self._next()
             try:
-                self._next()
+                work()
             except _OtherRunError as error:
                 logger.error("%s Nothing more is uploaded there.", error)
                 return
             except Exception as error:  # noqa: BLE001 - file systems raise errors of their own
-                if not self._failed:
-                    logger.warning(
-                        "%s cannot be written to: %r. Checkpoints are kept in %s, and uploaded "
-                        "when it can.",
-                        self._remote.url,
-                        error,
-                        self._root,
-                    )
-                self._failed, pause = True, min(2 * pause or 1.0, _LONGEST_PAUSE)
+                if removes not in self._failing:
+                    self._warn(removes, error)
+                self._failing.add(removes)
+                pause = min(2 * pause or 1.0, _LONGEST_PAUSE)
             else:
-                if self._failed:
-                    logger.warning("%s can be written to again.", self._remote.url)
-                self._failed, pause = False, 0.0
+                if removes in self._failing:
+                    what = (
+                        "Checkpoints can be removed from %s" if removes else "%s can be written to"
+                    )
+                    logger.warning(f"{what} again.", self._remote.url)
+                self._failing.discard(removes)
+                pause = 0.0
+
+    def _warn(self, removes: bool, error: Exception) -> None:
+        url, kept = self._remote.url, f"Checkpoints are kept in {self._root}"
+        if removes:
+            text = "Checkpoints cannot be removed from %s: %r. They are removed when they can."
+        else:
+            text = f"%s cannot be written to: %r. {kept}, and uploaded when it can."
+        logger.warning(text, url, error)
 
     def _wait(self, pause: float) -> bool:
         """Wait for work, after a failure for `pause` seconds too; return False to end."""
         with self._changed:
-            if pause:
+            if pause and not self._can_upload():
                 left = pause if self._deadline is None else min(pause, 1.0)
-                self._changed.wait_for(lambda: self._deadline is not None, left)
-                if self._deadline is not None and time.monotonic() > self._deadline:
+                self._changed.wait_for(lambda: self._deadline or self._can_upload(), left)
+                ended = self._deadline is not None and time.monotonic() > self._deadline
+                if ended and not self._can_upload():
                     return False
             self._changed.wait_for(lambda: self._has_work() or self._deadline is not None)
             return self._has_work()
 
+    def _can_upload(self) -> bool:
+        return bool(self._waiting) and False not in self._failing
+
     def _has_work(self) -> bool:
         return self._step is not None or bool(self._waiting or self._obsolete)
 
-    def _next(self) -> None:
-        """Do one piece of work: leave a branch, upload the newest checkpoint, or remove one."""
+    def _next(self) -> tuple[bool, Callable[[], None]]:
+        """Return one piece of work, and whether it is to remove a checkpoint.
+
+        The newest is uploaded first. A checkpoint is removed as soon as it may be, also while
+        others wait, since they may come faster than they are uploaded.
+        """
         if self._step is not None:
-            self._leave_branch(self._step)
-            self._step = None
-            return
+            return False, partial(self._leave_branch, self._step)
         with self._changed:
-            newest = max(self._waiting, key=lambda name: step_of(name) or 0, default=None)
-            obsolete = next(iter(self._obsolete), None)
-        if newest is not None:
-            self._upload(newest)
-        elif obsolete is not None:
-            manifest = self._remote.manifest(obsolete)
-            if manifest is None or manifest.get("run_id") == self._run_id:
-                self._remote.remove(obsolete)
-            with self._changed:
-                self._obsolete.discard(obsolete)
+            newest = max(self._waiting, key=_step, default=None)
+            obsolete = next(filter(self._may_be_removed, self._obsolete), None)
+        # A service that refuses removals must not hold up the uploads.
+        if obsolete is not None and not (newest and True in self._failing):
+            return True, partial(self._remove, obsolete)
+        assert newest is not None  # else there would be no work
+        return False, partial(self._upload, newest)
+
+    def _may_be_removed(self, name: str) -> bool:
+        displaced_at = self._obsolete[name]
+        is_partial = any(sent[0] == name for sent in self._sent)
+        return is_partial or displaced_at <= self._complete or not self._waiting
 
     def _leave_branch(self, step: int) -> None:
+        killed = self._remote.partial()
         for name, manifest in self._remote.complete():
             self._check_ours(name, manifest)
-            if (step_of(name) or 0) <= step:
-                return
+            if _step(name) <= step:
+                self._complete = _step(name)
+                with self._changed:  # now it is known that the URL is this run's
+                    self._obsolete.update(dict.fromkeys(killed - self._waiting, self._complete))
+                break
             self._remote.abandon(name)
+        self._step = None
+
+    def _remove(self, name: str) -> None:
+        manifest = self._remote.manifest(name)
+        if manifest is None or manifest.get("run_id") == self._run_id:
+            self._remote.remove(name)
+        self._forget_sent(name)
+        with self._changed:
+            self._obsolete.pop(name, None)
+
+    def _forget_sent(self, name: str) -> None:
+        self._sent = {sent for sent in self._sent if sent[0] != name}
 
     def _upload(self, name: str) -> None:
         with self._changed:
@@ -262,24 +336,27 @@ class Mirror:
         try:
             manifest = read_manifest(links)
             there = self._remote.manifest(name)
-            if there == manifest:
-                return
-            if there is not None:
-                self._check_ours(name, there)
-                self._remote.abandon(name)
-            for file, described in manifest["files"].items():
-                sent = (name, file, described["sha256"])
-                if sent not in self._sent:  # else by an attempt that failed later
-                    self._remote.upload(links / file, name, file)
-                    self._sent.add(sent)
-            self._remote.upload(links / MANIFEST, name, MANIFEST)
+            if there != manifest:
+                if there is not None:
+                    self._check_ours(name, there)
+                    self._remote.abandon(name)
+                self._upload_files(links, name, manifest["files"])
         except Exception:
             with self._changed:
-                self._waiting |= {name} - self._obsolete
+                self._waiting |= {name} - self._obsolete.keys()
             raise
         finally:
             discard(links)
-        self._sent = {sent for sent in self._sent if sent[0] != name}
+        self._forget_sent(name)
+        self._complete = max(self._complete, _step(name))
+
+    def _upload_files(self, links: Path, name: str, files: Mapping[str, Any]) -> None:
+        for file, described in files.items():
+            sent = (name, file, described["sha256"])
+            if sent not in self._sent:  # else by an attempt that failed later
+                self._remote.upload(links / file, name, file)
+                self._sent.add(sent)
+        self._remote.upload(links / MANIFEST, name, MANIFEST)
 
     def _check_ours(self, name: str, manifest: Mapping[str, Any]) -> None:
         if manifest.get("run_id") != self._run_id:
@@ -292,17 +369,19 @@ class _OtherRunError(Exception):
 
 def holds_any(url: str) -> bool:
     """Return whether a complete checkpoint lies at a URL; False, with a warning, if unknown."""
-    remote = Remote(url)
     try:
-        return next(remote.complete(), None) is not None
+        return next(Remote(url).complete(), None) is not None
     except Exception as error:  # noqa: BLE001 - file systems raise errors of their own
         logger.warning("%s cannot be read: %r.", url, error)
         return False
 
 
-def fetch(roots: Mapping[Path, str], state: Ranks, *, on_each_node: bool) -> None:
+def fetch(
+    roots: Mapping[Path, str], state: Ranks, *, on_each_node: bool, sound: int | None = None
+) -> bool:
     """Fetch the checkpoints at mirrors that are newer than those here; collective.
 
+    The newest is fetched first, so that a start that is killed does not leave older ones alone.
     Where there are none here, the ten newest are fetched. Ranks that share a disk fetch each file
     once.
 
@@ -310,21 +389,35 @@ def fetch(roots: Mapping[Path, str], state: Ranks, *, on_each_node: bool) -> Non
         roots: The URL of each folder that has a mirror.
         state: The ranks.
         on_each_node: The machines share no disk: each fetches what it lacks.
+        sound: The step of the newest sound one here, -1 if none is. Later ones, which are damaged,
+            are fetched too. By default, what is here is not verified.
+
+    Returns:
+        Whether any was fetched, the same on all ranks.
 
     Raises:
         CheckpointError: A mirror cannot be read, and there are no checkpoints here; or it has
             those of another run. Raised on all ranks.
     """
-    writes = is_writer_rank(state, on_each_node)
+    writes, fetched = is_writer_rank(state, on_each_node), False
     for root, url in roots.items():
-        listed, lacking = _plan(root, url, state, writes)
-        for name in sorted(set().union(*lacking), key=lambda name: step_of(name) or 0):
+        listed, lacking = _plan(root, url, state, writes, sound)
+        for name in sorted(set().union(*lacking), key=_step, reverse=True):
             fetches = name in lacking[state.process_index]
-            _fetch(root / name, url, listed[name], state, fetches=fetches, alone=on_each_node)
+            try:
+                fetched |= _fetch(
+                    root / name, url, listed[name], state, fetches=fetches, alone=on_each_node
+                )
+            except CheckpointError as error:  # raised on all ranks
+                if not any(all_gather_object(bool(committed(root)))):
+                    raise
+                logger.warning("%s The checkpoints in %s are used.", error, root)
+                break
+    return fetched
 
 
 def _plan(
-    root: Path, url: str, state: Ranks, writes: bool
+    root: Path, url: str, state: Ranks, writes: bool, sound: int | None
 ) -> tuple[dict[str, dict[str, Any]], list[list[str]]]:
     """Return the manifests at a mirror, and the names that each rank has to fetch; collective."""
     what = f"Looking for checkpoints at {url}"
@@ -333,10 +426,22 @@ def _plan(
     )[0]
 
     def lacking() -> list[str]:
-        newest = max((step_of(path) or 0 for path in committed(root)), default=-1)
-        return [name for name in listed if (step_of(name) or 0) > newest]
+        here = {path.name for path in committed(root)}
+        newest = max(map(_step, here), default=-1)
+        if sound is not None:
+            newest = min(newest, sound)
+        later = [name for name in listed if _step(name) > newest]
+        return [name for name in later if name not in here or not _is_sound(root / name)]
 
     return listed, run_on_all_ranks(what, lambda: lacking() if writes else [], state)
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        verify(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _fetch(
@@ -347,16 +452,19 @@ def _fetch(
     *,
     fetches: bool,
     alone: bool,
-) -> None:
+) -> bool:
     """Download a checkpoint, and commit it if its hashes are those of its manifest; collective.
 
     Args:
-        target: Where to.
+        target: Where to. What is there is damaged, and renamed.
         url: The mirror.
         manifest: The manifest there.
         state: The ranks.
         fetches: Whether this is a writer rank that lacks it.
         alone: A writer rank downloads all files; otherwise the ranks share them.
+
+    Returns:
+        Whether it was committed on any rank.
     """
     what, files = f"Fetching {url}/{target.name}", manifest["files"]
     folders = run_on_all_ranks(what, lambda: open_staging(target) if fetches else None, state)
@@ -366,32 +474,51 @@ def _fetch(
     def download() -> list[str]:
         if staging is None:
             return []
-        names, remote = share_of_files(files, *share), Remote(url)
-        for name in names:
-            remote.download(target.name, name, staging)
-        described = describe_files(staging, names)
-        return [name for name in names if described[name] != files[name]]
+        if not staging.is_dir():
+            raise CheckpointError(no_shared_disk(staging, 0))
+        return _download(Remote(url), target.name, staging, files, share_of_files(files, *share))
 
-    damaged = [name for names in run_on_all_ranks(what, download, state) for name in names]
+    try:
+        damaged = [name for names in run_on_all_ranks(what, download, state) for name in names]
+    except CheckpointError:
+        if fetches and staging is not None:
+            discard(staging)
+        raise
 
-    def end() -> None:
+    def end() -> bool:
         if not fetches or staging is None:
-            return
+            return False
         if damaged:
             discard(staging)
             logger.warning("%s/%s is not used: %s is damaged.", url, target.name, damaged[0])
-        else:
-            commit(staging, target, fields_of(manifest), files)
+            return False
+        if target.exists():
+            logger.warning("%s is damaged: it is now %s.", target, quarantine(target))
+        commit(staging, target, fields_of(manifest), files)
+        return True
 
-    run_on_all_ranks(what, end, state)
+    return any(run_on_all_ranks(what, end, state))
+
+
+def _download(
+    remote: Remote, name: str, folder: Path, files: Mapping[str, Any], names: Iterable[str]
+) -> list[str]:
+    """Download some files of a checkpoint; return those that are missing or damaged there."""
+    missing = []
+    for file in names:
+        try:
+            remote.download(name, file, folder)
+        except FileNotFoundError:
+            missing.append(file)
+    described = describe_files(folder, set(names) - set(missing))
+    return missing + [file for file, found in described.items() if found != files[file]]
 
 
 def _list(root: Path, url: str) -> dict[str, dict[str, Any]]:
     """Return the manifests of the newest complete checkpoints at a mirror, by name."""
     here = committed(root)
-    remote = Remote(url)
     try:
-        listed = dict(islice(remote.complete(), 1 if here else _AT_ONCE))
+        listed = dict(islice(Remote(url).complete(), 1 if here else _AT_ONCE))
     except Exception as error:  # file systems raise errors of their own
         if here:
             logger.warning(

@@ -167,9 +167,9 @@ class CheckpointFolders:
             run_on_all_ranks(what, lambda: [sweep(r) for r in roots if is_writer], state)
         if ckpt_path is None:
             return None
-        if ckpt_path in WORDS and self.writes:
-            fetch(self.mirrors, state, on_each_node=on_each_node)
         if ckpt_path == "best" or ckpt_path not in WORDS:
+            if ckpt_path == "best" and self.writes:
+                fetch(self.mirrors, state, on_each_node=on_each_node)
             best = self._best(roots) if ckpt_path == "best" else None
             path = _of_one_run(lambda: best or _existing(ckpt_path), state, on_each_node)
             share = share_of(state, on_each_node)
@@ -179,7 +179,7 @@ class CheckpointFolders:
                 state,
             )
             return path
-        newest = _newest_in_any(roots, state, on_each_node)
+        newest = self._newest(roots)
         if newest is None:
             advice = _TO_TRAIN if sweeps else _TO_EVALUATE
             _check_not_weights_only(roots, state, advice, on_each_node=on_each_node)
@@ -188,6 +188,22 @@ class CheckpointFolders:
                     f"ckpt_path='last', but there is no checkpoint in {_all(roots)}."
                 )
         return newest
+
+    def _newest(self, roots: Sequence[Path]) -> Path | None:
+        """Return the newest sound checkpoint in the folders or at their mirrors; collective."""
+        state, on_each_node, newest = self.state, self.on_each_node, None
+        if self.writes and self.mirrors:
+            try:
+                newest = _newest_in_any(roots, state, on_each_node)
+            except LaterReleaseError:
+                raise
+            except CheckpointError:  # none is intact: a mirror may have one
+                pass
+            sound = -1 if newest is None else step_of(newest)
+            fetched = fetch(self.mirrors, state, on_each_node=on_each_node, sound=sound)
+            if newest is not None and not fetched:
+                return newest
+        return _newest_in_any(roots, state, on_each_node)
 
     def _best(self, roots: Sequence[Path]) -> Path:
         if not self.monitors:

@@ -308,12 +308,7 @@ def save_checkpoint(
         except FileNotFoundError as error:
             if staging.exists():
                 raise
-            raise CheckpointError(
-                f"{staging}, which rank {writer_rank} has created, does not exist on "
-                f"{socket.gethostname()}. If machines share no disk, let each keep checkpoints: "
-                "project_config=ProjectConfiguration(save_on_each_node=True). If they do, give a "
-                "folder on it, by a path that is the same on all machines"
-            ) from error
+            raise CheckpointError(no_shared_disk(staging, writer_rank)) from error
 
     # Nothing is written if a rank is in another call.
     hook_count = max(step("begin", lambda: len(before)))
@@ -337,6 +332,16 @@ def save_checkpoint(
     if is_writer:
         _link_and_remove(path, request)
     return target
+
+
+def no_shared_disk(staging: Path, writer_rank: int) -> str:
+    """Return the message that a staging folder of the writer rank is not seen by this one."""
+    return (
+        f"{staging}, which rank {writer_rank} has created, does not exist on "
+        f"{socket.gethostname()}. If machines share no disk, let each keep checkpoints: "
+        "project_config=ProjectConfiguration(save_on_each_node=True). If they do, give a "
+        "folder on it, by a path that is the same on all machines"
+    )
 
 
 def _link_and_remove(target: Path, request: SaveRequest) -> None:

@@ -364,7 +364,8 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
             )
         )
         folders = context.folders
-        if folders.writes and folders.mirrors:
+        run.saving.mirrored = folders.writes and bool(folders.mirrors)
+        if run.saving.mirrored:
             on_main(lambda: run.saving.begin_mirrors(folders.mirrors, step))
         # Not in a single-process trial: it may end while the other ranks still connect.
         if run.world_size > 1:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from callbacks import Interval, Progress
 from trainer.checkpoint.async_writer import Writer
-from trainer.checkpoint.mirror import Mirror, Remote
+from trainer.checkpoint.mirror import LOOKS, Mirror, Remote
 from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
 from trainer.data.seeding import RunGenerators
+from trainer.distributed.objects import broadcast_object
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.base import Engine
 from trainer.hooks import HookTable
@@ -348,6 +349,7 @@ class CheckpointState:
         module_state: What hooks set on the module beside its weights.
         generators: The random generators whose states a checkpoint holds.
         mirrors: What uploads the checkpoints of a folder, by folder; on rank 0.
+        mirrored: Whether there are mirrors; on all ranks.
     """
 
     writer: Final[Writer]
@@ -357,11 +359,28 @@ class CheckpointState:
     generators: Final[RunGenerators]
     update_unfinished: bool = False
     mirrors: dict[Path, Mirror] = field(default_factory=dict)
+    mirrored: bool = False
 
     def begin_mirrors(self, urls: Mapping[Path, str], step: int) -> None:
         """Upload the checkpoints of folders from now on; `step` is where the run starts."""
         for root, url in urls.items():
             self.mirrors[root] = Mirror(root, Remote(url), self.run_id, step)
+
+    def wait_for_uploads(self) -> None:
+        """Wait on all ranks until rank 0 has uploaded what it can; collective.
+
+        A launcher may end all processes as soon as one has ended, and what follows a fit may be a
+        collective, in which no rank may wait for longer than its time-out. So they meet often.
+
+        Raises:
+            CheckpointError: The save in flight failed; raised on all ranks.
+        """
+        if self.mirrored:
+            self.writer.wait()
+        ended = not self.mirrored
+        while not ended:
+            of_mirrors = [mirror.finish(LOOKS) for mirror in self.mirrors.values()]
+            ended = broadcast_object(all(of_mirrors))
 
     def close(self) -> None:
         """Wait for the save in flight, and for the uploads.

@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-more test-torch test-xla test-trackers test-long gpu gpu-tests lint format coverage clean help
+.PHONY: demo test test-more test-torch test-xla test-trackers test-long gpu gpu-tests lint docs format coverage clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -108,6 +108,16 @@ lint: $(READY)  ## check formatting, lint rules and types
 	$(BIN)/mypy
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python $(TYPED)
+
+# The site's packages join the environment that runs the code of its pages.
+DOCS := $(VENV)/.ready-docs
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	touch $@
+
+docs: $(DOCS)  ## build the documentation into build/docs, and run its notebooks
+	$(BIN)/python -m sphinx -W --keep-going -j 2 -b html -d build/doctrees docs build/docs
 
 format: $(READY)  ## format the code and apply automatic fixes
 	$(BIN)/ruff format .

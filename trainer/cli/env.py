@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -14,37 +15,83 @@ from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
 from trainer.cli.parsing import aligned, command_parser, echo, sigint_default
 from trainer.launch.settings import DYNAMO, FP8, SECTIONS
 
-# Only the variables that Cadence reads: others may contain secrets.
-VARIABLES = (
-    *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_MIXED_PRECISION"),
-    *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DEBUG_MODE"),
-    *(f"ACCELERATE_{asks.upper()}" for asks, _ in SECTIONS.values()),
-    *(
-        variable
-        for settings in (DYNAMO, *(settings for _, settings in SECTIONS.values()), FP8)
-        for each in settings.values()
-        for variable in each.env
-    ),
-    "MEGATRON_LM_SEQ_LENGTH",
-    *("ACCELERATE_BYPASS_DEVICE_MAP", "FORK_LAUNCHED", "ACCELERATE_CPU_AFFINITY"),
-    *("ACCELERATE_ENABLE_RICH", "ACCELERATE_USE_SAGEMAKER"),
-    "ACCELERATE_INIT_INCLUDE_BUFFERS",
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
-    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS", "CADENCE_ERROR_PID"),
-    *("CADENCE_SHUTDOWN_TIMEOUT", "PYTHONPATH"),
-    *("CADENCE_LAUNCHER", "CADENCE_STORE"),
-    *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"),
-    *("SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
-    *("SLURM_LAUNCH_NODE_IPADDR", "SLURM_PTY_PORT"),
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    *("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),
-    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    *("PJRT_DEVICE", "TPU_NAME", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_SPMD"),
-    *("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID", "MLFLOW_NESTED_RUN"),  # MLFLOW_TAGS may be secret
-    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "XDG_CACHE_HOME"),
-)
+_SETTINGS = [
+    *DYNAMO.values(),
+    *(each for _, settings in SECTIONS.values() for each in settings.values()),
+    *FP8.values(),
+]
+_LAUNCH = "set by the launcher"
+_SLURM = "set by SLURM"
+_MPI = "set by the MPI launcher"
+
+# Only the variables that Cadence reads, with what each does: others may contain secrets.
+VARIABLES: Mapping[str, str] = {
+    "ACCELERATE_USE_CPU": "use the CPU even if there is an accelerator",
+    "ACCELERATE_TORCH_DEVICE": "the device to use, such as `cuda:1`",
+    "ACCELERATE_MIXED_PRECISION": "the default of `mixed_precision`",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "the default of `gradient_accumulation_steps`",
+    "ACCELERATE_DEBUG_MODE": "compare shapes on all ranks before a collective",
+    **{f"ACCELERATE_{asks.upper()}": f"use `{section}`" for section, (asks, _) in SECTIONS.items()},
+    **{variable: each.help for each in _SETTINGS for variable in each.env},
+    "MEGATRON_LM_SEQ_LENGTH": "the sequence length of Megatron-LM's schedule",
+    "ACCELERATE_BYPASS_DEVICE_MAP": "train a model that has a device map",
+    "ACCELERATE_CPU_AFFINITY": "bind each process to the cores near its GPU",
+    "ACCELERATE_ENABLE_RICH": "`is_rich_available()` is true",
+    "ACCELERATE_USE_SAGEMAKER": "refused: SageMaker's libraries are not supported",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": "`init_empty_weights` leaves buffers empty too",
+    "FORK_LAUNCHED": "a notebook launcher has forked this process",
+    "RANK": f"{_LAUNCH}: the number of this process",
+    "WORLD_SIZE": f"{_LAUNCH}: how many processes there are",
+    "LOCAL_RANK": f"{_LAUNCH}: the number of this process on its machine",
+    "LOCAL_WORLD_SIZE": f"{_LAUNCH}: how many processes this machine has",
+    "GROUP_WORLD_SIZE": f"{_LAUNCH}: how many machines there are",
+    "MASTER_ADDR": f"{_LAUNCH}: the address of the machine of rank 0",
+    "MASTER_PORT": f"{_LAUNCH}: its port",
+    "TORCHELASTIC_RESTART_COUNT": f"{_LAUNCH}: how often the processes were restarted",
+    "TORCHELASTIC_MAX_RESTARTS": f"{_LAUNCH}: how often they may be",
+    "TORCHELASTIC_ERROR_FILE": f"{_LAUNCH}: where a process reports its error",
+    "TORCHELASTIC_USE_AGENT_STORE": f"{_LAUNCH}: rank 0 connects to a store that exists",
+    "CADENCE_ERROR_PID": f"{_LAUNCH}: the process whose error file is read",
+    "CADENCE_LAUNCHER": f"{_LAUNCH}: its process id",
+    "CADENCE_STORE": f"{_LAUNCH}: the folder of its rendezvous files",
+    "CADENCE_SHUTDOWN_TIMEOUT": "seconds in which a run may save when its launcher is gone",
+    "PYTHONPATH": "where Python looks for modules first",
+    "SLURM_JOB_ID": f"{_SLURM}: the job, for `slurm_requeue`",
+    "SLURM_ARRAY_JOB_ID": f"{_SLURM}: the job of an array",
+    "SLURM_ARRAY_TASK_ID": f"{_SLURM}: the task of an array",
+    "SLURM_PROCID": f"{_SLURM}: the rank",
+    "SLURM_LOCALID": f"{_SLURM}: the rank on this machine",
+    "SLURM_STEP_NUM_TASKS": f"{_SLURM}: the number of processes",
+    "SLURM_STEP_TASKS_PER_NODE": f"{_SLURM}: the processes of each machine",
+    "SLURM_STEP_NODELIST": f"{_SLURM}: the machines",
+    "SLURM_LAUNCH_NODE_IPADDR": f"{_SLURM}: the address of the machine that launched the step",
+    "SLURM_PTY_PORT": f"{_SLURM}: an interactive shell, which is not a launch",
+    "OMPI_COMM_WORLD_RANK": f"{_MPI}: the rank",
+    "OMPI_COMM_WORLD_SIZE": f"{_MPI}: the number of processes",
+    "OMPI_COMM_WORLD_LOCAL_RANK": f"{_MPI}: the rank on this machine",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": f"{_MPI}: the processes of this machine",
+    "MV2_COMM_WORLD_RANK": f"{_MPI}: the rank",
+    "MV2_COMM_WORLD_SIZE": f"{_MPI}: the number of processes",
+    "MV2_COMM_WORLD_LOCAL_RANK": f"{_MPI}: the rank on this machine",
+    "MV2_COMM_WORLD_LOCAL_SIZE": f"{_MPI}: the processes of this machine",
+    "PMI_RANK": f"{_MPI}: the rank",
+    "PMI_SIZE": f"{_MPI}: the number of processes",
+    "MPI_LOCALRANKID": f"{_MPI}: the rank on this machine",
+    "MPI_LOCALNRANKS": f"{_MPI}: the processes of this machine",
+    "PJRT_DEVICE": "torch_xla: the kind of device, such as `TPU`",
+    "TPU_NAME": "torch_xla: the TPU to use",
+    "XLA_USE_BF16": "refused: it would change the dtype of all tensors",
+    "XLA_DOWNCAST_BF16": "refused: it would change the dtype of all tensors",
+    "XLA_USE_SPMD": "torch_xla: set by `torch_xla.runtime.use_spmd()`",
+    # not MLFLOW_TAGS, which may be secret
+    "MLFLOW_EXPERIMENT_NAME": "MLflow: the experiment of new runs",
+    "MLFLOW_RUN_ID": "MLflow: the run to log to",
+    "MLFLOW_NESTED_RUN": "MLflow: make the run a child of the active one",
+    "OMP_NUM_THREADS": "threads of torch on the CPU in each process",
+    "CUDA_VISIBLE_DEVICES": "the CUDA devices that a process sees",
+    "HF_HOME": "the folder with the file of `trainer config`",
+    "XDG_CACHE_HOME": "the parent of that folder if `HF_HOME` is not set",
+}
 
 # Packages that Cadence can use, and that no extra for users has.
 _WITHOUT_EXTRA = ("peft", "transformer-engine", "transformers")
@@ -97,7 +144,7 @@ def _packages() -> list[str]:
     used = [
         requirement
         for requirement in wanted
-        if not re.search(r"extra == .(test|dev|examples)\b", requirement)
+        if not re.search(r"extra == .(test|dev|docs|examples)\b", requirement)
     ]
     names = dict.fromkeys(
         [*_WITHOUT_EXTRA, *(re.split(r"[^\w.-]", requirement)[0] for requirement in used)]

@@ -1,0 +1,69 @@
+"""Public names: Markdown in their docstrings, and links to the reference wherever code names them.
+
+``Trainer.fit``, ``EarlyStopping("val/loss")`` and ``trainer.Trainer`` become links, on every page
+and in every docstring, if the reference has the name.
+"""
+
+import re
+
+from docutils import nodes
+from sphinx.addnodes import desc_signature, pending_xref
+from sphinx.application import Sphinx
+
+PACKAGES = ("trainer", "callbacks", "trackers")
+
+
+def fences_to_directives(
+    app: Sphinx, kind: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
+    """Turn fenced code in a docstring into the directive that reStructuredText has."""
+    made: list[str] = []
+    inside = False
+    for line in lines:
+        fence = re.fullmatch(r"( *)```(\w*)", line)
+        if fence is None:
+            made.append(f"    {line}" if inside else line)
+        elif inside:
+            made.append("")
+            inside = False
+        else:
+            made += ["", f"{fence[1]}.. code-block:: {fence[2] or 'text'}", ""]
+            inside = True
+    lines[:] = made
+
+
+def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Make links of the inline code that names something in the reference."""
+    objects = app.env.domains.python_domain.objects
+    for literal in list(doctree.findall(nodes.literal)):
+        inside = literal.parent
+        while inside is not None and not isinstance(
+            inside, (nodes.reference, pending_xref, nodes.title, desc_signature)
+        ):
+            inside = inside.parent
+        match = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", literal.astext())
+        if inside is not None or match is None:
+            continue
+        name = match[1]
+        full = next(
+            (
+                each
+                for each in (name, *(f"{package}.{name}" for package in PACKAGES))
+                if each in objects and objects[each].objtype != "module"
+            ),
+            None,
+        )
+        if full is None:
+            continue
+        entry = objects[full]
+        uri = app.builder.get_relative_uri(docname, entry.docname)
+        link = nodes.reference("", "", internal=True, refuri=f"{uri}#{entry.node_id}")
+        literal.replace_self(link)
+        link += literal
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect to Sphinx."""
+    app.connect("autodoc-process-docstring", fences_to_directives, priority=100)
+    app.connect("doctree-resolved", link_names)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

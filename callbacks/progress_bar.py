@@ -11,6 +11,7 @@ from torch import Tensor
 
 from callbacks.base import Callback
 from callbacks.progress_board import Board, Lines
+from callbacks.run_summary import begin_line, end_lines
 from trainer.checks import check_numbers
 from trainer.errors import module_logger, printable
 
@@ -20,6 +21,32 @@ if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
 logger = module_logger(__name__)
+
+
+class _FittingBar:
+    """Makes a bar of tqdm fit its line: what goes first is the bar, then the times."""
+
+    _SHORTER = (
+        "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
+        "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+        "{desc}: {n_fmt}/{total_fmt}{postfix}",
+    )
+
+    @classmethod
+    def format_meter(
+        cls, n: float, total: float | None, elapsed: float, ncols: int | None = None, **options: Any
+    ) -> str:
+        """Return the text of a bar for a line of so many columns."""
+        from tqdm import tqdm
+
+        meter: Any = tqdm.format_meter  # its total may be None
+        if ncols is None:
+            return str(meter(n, total, elapsed, **options))
+        for bar_format in (None, *cls._SHORTER):
+            options["bar_format"] = bar_format
+            if len(meter(n, total, elapsed, **options)) <= ncols:  # with a bar of ten columns
+                break
+        return str(meter(n, total, elapsed, ncols=ncols, **options))
 
 
 class View(Protocol):
@@ -71,7 +98,7 @@ def _choose_tqdm(*, notebook: bool) -> tuple[type[tqdm[Any]], dict[str, Any]]:
     # Disable tqdm's monitor thread, which redraws unchanged bars and outlives them.
     ours: dict[str, Any] = {"monitor_interval": 0}
     if not notebook:
-        return type("Bar", (tqdm,), ours), {}
+        return type("Bar", (_FittingBar, tqdm), ours), {}
     from tqdm import notebook as widgets
 
     # `_CellView` displays the bar
@@ -201,8 +228,10 @@ class _Bar(_NoBar):
 class ProgressBar(Callback):
     """Show a progress bar for each epoch, with metrics, speed and remaining time.
 
-    Each validation, test and prediction has its own bar. It shows what `get_metrics` returns. The
-    bar of a finished epoch stays on the screen; the bar of a validation inside an epoch is removed.
+    A line before the first epoch names the model, the devices, the precision and the folder;
+    lines after the last one name the checkpoints and how to go on. Each validation, test and
+    prediction has its own bar. It shows what `get_metrics` returns. The bar of a finished epoch
+    stays on the screen; the bar of a validation inside an epoch is removed.
     Only the main process shows bars. In a notebook a finished bar becomes text. If standard error
     is not a terminal (a log file, CI), each finished bar that stays is a line of plain text, and an
     unfinished bar prints a line every minute.
@@ -261,6 +290,13 @@ class ProgressBar(Callback):
         """
         return dict(trainer.progress_values(wait=self._wait))
 
+    def _print(self, text: str) -> None:
+        if self._open_view is not None:
+            try:
+                print(text, file=None if in_notebook() else sys.stderr, flush=True)
+            except (OSError, ValueError) as error:  # closed, or a name that it cannot encode
+                self._stop_drawing(OSError(str(error)))
+
     def _open(
         self, trainer: Trainer, module: TrainModule, name: str, total: int | None, *, leave: bool
     ) -> _NoBar:
@@ -303,7 +339,8 @@ class ProgressBar(Callback):
             logger.warning("The progress bar cannot be shown any more: %r.", error)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Open the bar of an epoch inside which the run resumes."""
+        """Print the first line, and open the bar of an epoch inside which the run resumes."""
+        self._print(begin_line(trainer, module))
         progress = trainer.progress
         if progress.batch not in (0, progress.batches):
             self.on_train_epoch_start(trainer, module)
@@ -325,6 +362,10 @@ class ProgressBar(Callback):
         """Close the bar of the epoch, which stays on the screen."""
         self._train.draw(last=True)
         self._close()
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Print what the run leaves."""
+        self._print(end_lines(trainer))
 
     on_train_end = on_train_epoch_end  # the epoch may not be finished
     on_preemption = on_train_epoch_end  # so that messages of a save begin on a new line

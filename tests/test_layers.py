@@ -32,6 +32,7 @@ FLOORS = {
     "trainer.names": 0,
     "trainer.strict_json": 0,
     "trainer.torch_compat": 0,
+    "trainer.tracebacks": 0,
     "trainer.tree": 0,
     "trainer.xla": 0,
     "callbacks": 1,

@@ -9,6 +9,7 @@ import errno
 import glob
 import json
 import os
+import re
 import stat
 import uuid
 from pathlib import Path
@@ -106,8 +107,13 @@ def with_home(name: str, path: str | os.PathLike[str]) -> str:
         path: Its value.
 
     Raises:
-        ValueError: The home directory is not known.
+        ValueError: It is a URL, or the home directory is not known.
     """
+    if re.match(r"[a-z][a-z0-9+]+:/", text := os.fspath(path), re.IGNORECASE):
+        raise ValueError(
+            f"{name} is {text!r}, but files are written to a local folder. To copy checkpoints to "
+            "a bucket, use ModelCheckpoint(mirror=…)."
+        )
     known = os.path.expanduser(path)  # Path.expanduser would also expand ./~
     if known.startswith("~"):
         raise ValueError(

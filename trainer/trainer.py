@@ -86,6 +86,7 @@ from trainer.optim.finite import Policy
 from trainer.optim.groups import add_group, scale_group
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.rng import deterministic, set_seed
+from trainer.tracebacks import HiddenFrames
 
 logger = module_logger(__name__)
 _OF_THE_ACCELERATOR = (  # arguments for a new one
@@ -332,6 +333,13 @@ class Trainer:
         self._slurm_requeue = slurm_requeue
         self._begin()
 
+    def __repr__(self) -> str:
+        accelerator, folder = self.accelerator, self._context.project.folder
+        return (
+            f"<{type(self).__name__} on {accelerator.num_processes} x {accelerator.device.type}, "
+            f"{self.global_step} updates done, in {folder}>"
+        )
+
     def _begin(self) -> None:
         """Begin without a run."""
         self._counters = Counters()
@@ -445,6 +453,7 @@ class Trainer:
         self._fit_loaders = None
         loaders = FitLoaders(self._context, module, train_dataloaders, val_dataloaders, datamodule)
         with (
+            HiddenFrames(self._where),
             watch_signals(
                 tells_ctrl_c=self.accelerator.is_local_main_process,
                 budget=self._context.settings.budget,
@@ -506,7 +515,10 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Validate a module; see `test`."""
         module = one_module("validate", module, model)
-        with self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as run:
+        with (
+            HiddenFrames(),
+            self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as run,
+        ):
             return [] if are_empty(run.eval_iterators) else evaluate(run, VALIDATION)
 
     @suggest_arguments(**EVALUATION_ARGUMENTS)
@@ -532,7 +544,10 @@ class Trainer:
             The logged metrics of each loader, the same for any number of processes.
         """
         module = one_module("test", module, model)
-        with self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as run:
+        with (
+            HiddenFrames(),
+            self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as run,
+        ):
             return [] if are_empty(run.eval_iterators) else evaluate(run, TEST)
 
     @suggest_arguments(**EVALUATION_ARGUMENTS)
@@ -565,7 +580,10 @@ class Trainer:
         if return_predictions is None:
             return_predictions = not any(isinstance(c, PredictionWriter) for c in self.callbacks)
         module = one_module("predict", module, model)
-        with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as run:
+        with (
+            HiddenFrames(),
+            self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as run,
+        ):
             if are_empty(run.eval_iterators):
                 return []
             outputs = predict(run, keep=return_predictions)
@@ -1278,6 +1296,10 @@ class Trainer:
         finally:
             if self._recorder is not None:
                 self._recorder.finish(status, error)
+
+    def _where(self) -> str:
+        """Return where an error in the fit occurred."""
+        return f"epoch {self.current_epoch}, update {self.global_step + 1}"
 
     @contextmanager
     def _evaluation(

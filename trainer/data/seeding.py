@@ -43,6 +43,7 @@ from trainer.rng import (
     rng_state,
     seed_local,
 )
+from trainer.tracebacks import shorten
 
 logger = module_logger(__name__)
 
@@ -527,7 +528,11 @@ class SeededDataset(Dataset[Any]):
             seed_local(seed)
             if generators := self._generators():
                 seed_all(generators, mix(seed, 1), self._equal_generators)
-            batch = pickled_inline(fetch())
+            try:
+                batch = pickled_inline(fetch())
+            except Exception as error:  # the loader's process prints the traceback as text
+                shorten(error)
+                raise
         else:
             put_back = isolate_rng(seed)
             try:

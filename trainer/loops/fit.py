@@ -67,6 +67,7 @@ def fit(run: FitRun) -> None:
             counters.begin_epoch()
             run.timing.call(DATA, run.reload_loaders)
         train_epoch(run)
+    check_had_loss(run)  # the last epoch may not be complete
     restore_rng(run)
     metrics.scope = None  # no epoch follows, so no hook from here on may log
     run.enter_boundary()  # and stay: callbacks may still save, and no update follows
@@ -206,7 +207,7 @@ def finish_update(run: FitRun) -> None:
     run.recorder.flush(arrived=counters.global_step)
     if run.step_sync.latest.failed_saves:
         run.saving.writer.wait()  # raises the error of the background save, on all ranks alike
-    if run.intervals.log_due:
+    if run.intervals.log_due or counters.epoch_complete:
         record_step_metrics(run)
     run.engine.mark_step()
     if run.step_sync.latest.signals:
@@ -359,8 +360,27 @@ def validate(run: FitRun) -> None:
     run.counters.validations += 1
 
 
+def check_had_loss(run: FitRun) -> None:
+    """Check that the run has trained on something.
+
+    Raises:
+        ValueError: No batch so far had a loss on any rank; raised on all ranks.
+    """
+    if not run.module.automatic_optimization or not run.counters.batches_seen:
+        return
+    if not run.step_sync.items_seen:
+        run.step_sync.read_pending()
+    if not run.step_sync.items_seen:
+        raise ValueError(
+            f"No batch of epoch {run.counters.epoch} had a loss, so nothing was trained. Return "
+            f"the loss from training_step of {type(run.module).__name__}; or set "
+            "automatic_optimization = False if it steps the optimizers itself."
+        )
+
+
 def end_epoch(run: FitRun) -> None:
     """Call the epoch-end hooks, record the epoch's metrics and step the epoch-wise schedulers."""
+    check_had_loss(run)
     reduce_step_metrics(run)
     record_epoch(run, "train")
     if run.data.epoch_iterator.presharded:

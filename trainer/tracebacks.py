@@ -1,0 +1,84 @@
+"""Tracebacks of errors that leave the Trainer: the user's frames, not those between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from trainer.environment import read_flag
+
+FULL = "CADENCE_FULL_TRACEBACK"
+_HERE = Path(__file__).parents[1]
+_PACKAGES = tuple(f"{_HERE / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
+
+
+class HiddenFrames:
+    """Removes the frames of Cadence from the tracebacks of errors that leave its block.
+
+    The innermost frame always stays, so an error that Cadence raises shows where. A note says how
+    many frames are hidden, and that ``CADENCE_FULL_TRACEBACK=1`` shows them. Python 3.10 shows all
+    frames: there a context manager cannot replace the traceback of the error that it handles.
+
+    Args:
+        where: Returns where in the run the error occurred, for the note; may be empty.
+    """
+
+    def __init__(self, where: Callable[[], str] = str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shorten the tracebacks of the error and of those that it was raised from."""
+        hidden = sum(map(shorten, _chain(error)))
+        if (
+            error is not None
+            and hidden
+            and isinstance(error, Exception)
+            and hasattr(error, "add_note")
+        ):
+            where = self._where()
+            error.add_note(
+                f"{where}{': ' if where else ''}{hidden} frame{'s' if hidden > 1 else ''} of "
+                f"Cadence hidden, {FULL}=1 shows them"
+            )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from, or while handling them."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        following = waiting.pop()
+        if following is not None and id(following) not in seen:
+            seen.add(id(following))
+            yield following
+            waiting += following.__cause__, following.__context__
+
+
+def shorten(error: BaseException) -> int:
+    """Remove the frames of Cadence from a traceback, except the innermost; return how many."""
+    if read_flag(FULL):
+        return 0
+    entries: list[TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    kept: TracebackType | None = None
+    hidden = 0
+    for entry in reversed(entries):
+        if kept is not None and entry.tb_frame.f_code.co_filename.startswith(_PACKAGES):
+            hidden += 1
+        else:
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = kept
+    return hidden

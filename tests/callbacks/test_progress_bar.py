@@ -7,6 +7,7 @@ import torch
 from tqdm import tqdm
 
 from callbacks import ProgressBar, RichProgressBar
+from callbacks.progress_bar import _choose_tqdm
 from tests.helpers.notebook import outputs_of
 from tests.helpers.stand_in import AcceleratorStandIn
 from tests.helpers.terminal import COLUMNS, Loop
@@ -68,6 +69,21 @@ def test_evaluations_by_themselves(terminal, kind, stage, sanity_checking, name,
     assert shows(last, name, "6/6", "accuracy=0.5") is stays
     assert stays or last == ""
     assert set(rest) <= {""}
+
+
+def test_a_narrow_line_keeps_the_metrics_and_drops_the_rest_first():
+    kind, _ = _choose_tqdm(notebook=False)
+    metrics = "train_loss=56.83, val_loss=0.8123"
+    texts = {
+        width: kind.format_meter(
+            n=20, total=50, elapsed=1.0, ncols=width, prefix="epoch 3/60", postfix=metrics
+        )
+        for width in (60, 75, 90, 120)
+    }
+    assert all(metrics in text and len(text) <= width for width, text in texts.items())
+    assert texts[60] == f"epoch 3/60: 20/50, {metrics}"
+    assert ["it/s" in texts[width] for width in (60, 75, 90)] == [False, False, True]
+    assert ["%" in texts[width] for width in (90, 120)] == [False, True]
 
 
 @both_kinds

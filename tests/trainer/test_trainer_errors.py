@@ -928,3 +928,16 @@ def test_a_manual_fit_that_never_steps_is_warned_of(caplog, steps_at):
     make(checkpointing=False, max_epochs=2).fit(manual, loader())
     warned = [text for text in caplog.messages if "made no update in the first epoch" in text]
     assert len(warned) == (1 if steps_at is None else 0)
+
+
+def test_an_epoch_without_a_loss_is_an_error():
+    forgets = net(training_step=lambda self, batch, batch_idx: None)
+    with pytest.raises(ValueError, match="No batch of epoch 0 had a loss.*Return the loss"):
+        make(max_epochs=2).fit(forgets, loader())
+    with pytest.raises(ValueError, match="No batch of epoch 0 had a loss"):
+        make(max_steps=1, project_dir="short").fit(forgets, loader(8))
+
+
+def test_a_url_is_no_local_folder():
+    with pytest.raises(ValueError, match=r"project_dir is 's3:/.*local folder.*mirror="):
+        make(project_dir="s3://bucket/run")

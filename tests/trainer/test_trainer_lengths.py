@@ -244,10 +244,10 @@ def test_intervals_count_updates_when_micro_batches_are_accumulated():
 
 
 @pytest.mark.parametrize(
-    ("every", "steps"), [(1, [1, 2, 3, 4, 5, 6]), ("4 steps", [4, 6]), ("1 epoch", [3, 6])]
+    ("every", "steps"), [(1, [1, 2, 3, 4, 5, 6]), ("4 steps", [3, 4, 6]), ("1 epoch", [3, 6])]
 )
 def test_log_every_chooses_the_updates_that_are_recorded(every, steps):
-    """The last one of a run is recorded too."""
+    """The last one of each epoch is recorded too."""
     _, trainer = fit(loader(3), max_epochs=2, log_every=every)
     assert [record["step"] for record in read_metrics(trainer.metrics_path)] == steps
 

@@ -20,8 +20,19 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(READY)  ## train the digits example and print where its results are
-	$(BIN)/python examples/digits.py --project-dir runs/digits
+# An environment of its own with the example's packages alone, unless there is one for development.
+DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
+
+.venv-demo/.ready: pyproject.toml constraints.txt
+	@echo "Creating .venv-demo with torch, Cadence and the packages of the example (1 GB) ..."
+	@$(PYTHON) -m venv .venv-demo
+	@.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable . scikit-learn tensorboard
+	@touch $@
+
+demo: $(DEMO)/.ready  ## train the digits example and print where its results are
+	$(DEMO)/bin/python examples/digits.py --project-dir runs/digits
 
 # The test files that the first table of docs/promises.md names.
 PROMISES = $(sort $(shell sed -n 's/^| P[0-9]* | \*\*//p' docs/promises.md | grep -o 'tests/[a-z_/]*\.py'))

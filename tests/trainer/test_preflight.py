@@ -17,8 +17,10 @@ from callbacks import (
     ModelCheckpoint,
     SpikeDetection,
 )
+from tests.helpers.line import Line
+from tests.helpers.line import loader as line_loader
 from tests.numerics.running import quiet_trainer
-from trainer import DataModule, TrainModule
+from trainer import DataModule, Trainer, TrainModule
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.sampler import DataShard
 from trainer.loops.config import Length
@@ -365,3 +367,23 @@ def test_one_pass_loader_read_twice_raises_before_the_first_step(which, options,
         trainer.fit(module, sources["train"], sources["val"])
     assert trainer.global_step == 0
     assert len(list(sources[which])) == 6
+
+
+def test_layers_and_parameters_that_nothing_trains_are_named(caplog):
+    class Forgetful(Line):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [torch.nn.Linear(2, 2)]
+            self.known = [self.layer]
+            self.first = torch.nn.Linear(2, 2)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(self.first(self.blocks[0](batch[0]))).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+    Trainer(max_epochs=1, progress_bar=False, checkpointing=False).fit(Forgetful(), line_loader())
+    _, layers, parameters = (record.getMessage() for record in caplog.records)
+    assert layers.startswith("blocks: layers in a list are neither trained")
+    assert parameters.startswith("No optimizer has first.weight, first.bias: pass them")

@@ -932,7 +932,7 @@ def test_a_manual_fit_that_never_steps_is_warned_of(caplog, steps_at):
 
 def test_an_epoch_without_a_loss_is_an_error():
     forgets = net(training_step=lambda self, batch, batch_idx: None)
-    with pytest.raises(ValueError, match="No batch of epoch 0 had a loss.*Return the loss"):
+    with pytest.raises(ValueError, match=r"No batch of epoch 0 had a loss.*Return the loss"):
         make(max_epochs=2).fit(forgets, loader())
     with pytest.raises(ValueError, match="No batch of epoch 0 had a loss"):
         make(max_steps=1, project_dir="short").fit(forgets, loader(8))

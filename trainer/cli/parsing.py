@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NoReturn
 
 from trainer.checks import choice_error
@@ -86,7 +87,9 @@ def command_parser(
     lines += [f"  {code:<4} {meaning}" for code, meaning in sorted(meanings.items())]
     return Parser(
         prog=prog,
-        description=description,
+        description="\n".join(
+            line if line.startswith(" ") else fill(line, 80) for line in description.splitlines()
+        ),
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from callbacks import (
     Callback,
     EarlyStopping,
@@ -302,6 +304,24 @@ def warn_of_no_validation(run: FitRun) -> None:
     logger.warning(
         "No validation will run: %s. limit_val_batches=0 says that none is wanted.", text
     )
+
+
+def warn_of_unregistered_layers(run: FitRun) -> None:
+    """Warn of layers in a plain list, which the module does not know."""
+    known = set(run.module.modules())
+    hidden = [
+        f"{name}.{attribute}" if name else attribute
+        for name, part in run.module.named_modules()
+        for attribute, value in vars(part).items()
+        if isinstance(value, (list, tuple))
+        and any(isinstance(item, nn.Module) and item not in known for item in value)
+    ]
+    if hidden:
+        logger.warning(
+            "%s: layers in a list are neither trained, moved to the device nor saved. Use "
+            "torch.nn.ModuleList.",
+            ", ".join(hidden),
+        )
 
 
 def check_units(run: FitRun) -> None:

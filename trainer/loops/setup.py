@@ -58,6 +58,7 @@ from trainer.loops.preflight import (
     check_units,
     reaches_validation,
     warn_of_no_validation,
+    warn_of_unregistered_layers,
 )
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_metadata import name_of, versions
@@ -327,6 +328,7 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
     lasts = not context.length.reached(run.counters, run.seconds)
     if context.warns and lasts:
         warn_of_no_validation(run)
+        warn_of_unregistered_layers(run)
     offset = None
     if chosen is not None:
         offset = _resume(run, chosen, back=may_rewind(ckpt_path))

@@ -9,6 +9,7 @@ from trainer.errors import module_logger
 from trainer.loops.module_flags import warn_of_dropout_off
 from trainer.loops.state import FitRun
 from trainer.metrics import to_floats
+from trainer.names import bare_names
 from trainer.optim.clipping import NO_LIMITS
 from trainer.optim.optimizer import AcceleratedOptimizer, LossOfUpdate
 
@@ -223,10 +224,28 @@ def check_parameters(run: FitRun) -> None:
     parameters = run.optim.parameters
     if parameters.first and run.context.warns:  # earlier hooks may have called eval()
         warn_of_dropout_off(run.module)
+        warn_of_unused_parameters(run)
     if parameters.changed:
         run.engine.check_unknown_parameters()
     if parameters.unregistered and not parameters.warned:
         check_unregistered_parameters(run)
+
+
+def warn_of_unused_parameters(run: FitRun) -> None:
+    """Warn of parameters with a gradient that no optimizer has."""
+    unused = {id(p) for p in run.optim.parameters.unused if p.grad is not None}
+    names = [
+        name
+        for name, parameter in bare_names(run.module, run.module.named_parameters())
+        if id(parameter) in unused
+    ]
+    if names:
+        logger.warning(
+            "No optimizer has %s%s: pass them to one in configure_optimizers, or freeze them with "
+            "requires_grad_(False).",
+            ", ".join(names[:5]),
+            f" and {len(names) - 5} more parameters" if len(names) > 5 else "",
+        )
 
 
 def check_unregistered_parameters(run: FitRun) -> None:

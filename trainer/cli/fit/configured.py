@@ -266,7 +266,8 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
         except OSError:  # an error once the parser reads it
             continue
         except (UnicodeDecodeError, yaml.YAMLError) as error:
-            raise CommandError(f"{file} cannot be read as YAML: {error}", code=2) from None
+            what = str(error).replace("<unicode string>", file)
+            raise CommandError(f"{file} cannot be read as YAML: {what}", code=2) from None
         found = content.get("links") if isinstance(content, dict) else None
         if isinstance(found, dict) and all(isinstance(target, str) for target in found.values()):
             links = found  # as of any dict, the last file's

@@ -114,7 +114,7 @@ def _about(run: Run, colour: int) -> Text:
         facts.append(f"{timedelta(seconds=seconds)}")
     facts.append(f"last record {_clock(times[-1])}" if len(times) else "nothing recorded yet")
     facts += [f"checkpoint {run.checkpoint}"] if run.checkpoint else []
-    text.append("  " + " · ".join(facts))
+    text.append("  " + ", ".join(facts))
     if run.error:
         text.append(f"\n  {run.error.strip().splitlines()[-1]}", "red")
     if (damage := record.damage) is not None:

@@ -1,0 +1,96 @@
+"""Errors that leave the Trainer show the user's frames, and hide those between them."""
+
+import sys
+import traceback
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests.helpers.line import Line
+from trainer import Trainer
+from trainer.tracebacks import FULL, HiddenFrames
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="a context manager cannot replace a traceback before 3.11"
+)
+
+
+class Fails(Line):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise RuntimeError("wrong shape")
+        return self.layer(batch[0]).square().mean()
+
+    def test_step(self, batch, batch_idx):
+        raise RuntimeError("wrong test")
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+
+def functions_of(error):
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def fails(call):
+    with pytest.raises(Exception, match="wrong") as caught:
+        call()
+    return caught.value
+
+
+def quiet():
+    return Trainer(max_epochs=1, progress_bar=False, project_dir="run")
+
+
+def test_only_the_users_frames_are_shown():
+    error = fails(lambda: quiet().fit(Fails(), loader()))
+    assert functions_of(error) == ["fails", "<lambda>", "training_step"]
+    (note,) = error.__notes__
+    assert note.startswith("epoch 0, update 2: ")
+    assert note.endswith(f"frames of Cadence hidden, {FULL}=1 shows them")
+
+
+def test_evaluations_hide_frames_too():
+    error = fails(lambda: quiet().test(Fails(), loader()))
+    assert functions_of(error) == ["fails", "<lambda>", "call", "test_step"]  # `suggest_arguments`
+
+
+def test_all_frames_are_shown_where_asked(monkeypatch):
+    monkeypatch.setenv(FULL, "1")
+    error = fails(lambda: quiet().fit(Fails(), loader()))
+    assert {"fit", "train_window", "training_step"} < set(functions_of(error))
+    assert not hasattr(error, "__notes__")
+
+
+def test_an_error_of_cadence_shows_where_it_was_raised():
+    error = fails(lambda: Trainer(max_epochs=1).fit(Fails(), loader(), ckpt_path="wrong"))
+    assert len(functions_of(error)) == 3
+
+
+def test_errors_that_another_was_raised_from_are_shortened():
+    def raise_from():
+        with HiddenFrames():
+            try:
+                quiet().fit(Fails(), loader())
+            except RuntimeError as cause:
+                raise ValueError("wrong again") from cause
+
+    error = fails(raise_from)
+    assert functions_of(error.__cause__) == ["raise_from", "training_step"]
+
+
+class Broken(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise RuntimeError("wrong file")
+
+
+def test_an_error_in_a_worker_shows_few_frames_of_cadence():
+    data = DataLoader(Broken(), batch_size=2, num_workers=1)
+    error = fails(lambda: quiet().fit(Line(), data))
+    assert str(error).count("seeding.py") == 1
+    assert "in __getitem__" in str(error)

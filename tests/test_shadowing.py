@@ -127,3 +127,20 @@ def test_a_folder_in_the_place_of_a_missing_package_is_named(installed):
     run = import_from(installed)
     assert run.returncode == 1
     assert f"ImportError: {installed / 'callbacks'} shadows" in run.stderr
+
+
+def test_a_distribution_that_has_overwritten_a_package_is_named(tmp_path):
+    """As pip leaves it: `trackers` of another distribution, installed over ours."""
+    for name in ("trainer", "callbacks"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    put(tmp_path, "trackers/__init__.py").write_text("")
+    for distribution in ("computer_vision", "cadence_trainer"):
+        information = tmp_path / f"{distribution}-1.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Name: {distribution}\nVersion: 1.0\n")
+        (information / "top_level.txt").write_text("trackers\n")
+    run = run_script(tmp_path, "from trainer import Trainer")
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith(
+        "ImportError: The distribution computer_vision also installs a package 'trackers'"
+    )

@@ -7,7 +7,7 @@ load the `Trainer`, and ``import trainer`` costs next to nothing compared with `
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer._siblings import check_siblings, version
+from trainer._siblings import check_siblings, conflicts, version
 
 check_siblings()
 
@@ -212,7 +212,12 @@ def __getattr__(name: str) -> Any:
         return version()
     if name not in _HOME:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"trainer.{_HOME[name]}"), name)
+    try:
+        value = globals()[name] = getattr(import_module(f"trainer.{_HOME[name]}"), name)
+    except (ImportError, AttributeError) as error:
+        if known := conflicts():
+            raise ImportError(" ".join(known)) from error
+        raise
     return value
 
 

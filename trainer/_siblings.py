@@ -44,6 +44,25 @@ def check_siblings() -> None:
             )
 
 
+def conflicts() -> list[str]:
+    """Return a sentence for each distribution that has installed files in one of our packages.
+
+    pip lets the one that is installed later overwrite files of the other, and deletes the folder
+    when either is removed.
+    """
+    from importlib import metadata
+
+    owners = metadata.packages_distributions()
+    return [
+        f"The distribution {owner} also installs a package {name!r}, and may have overwritten "
+        f"files of {DISTRIBUTION}. Keep them in separate environments: uninstall {owner}, then "
+        f"reinstall {DISTRIBUTION} with `pip install --force-reinstall --no-deps`."
+        for name in PACKAGES
+        for owner in dict.fromkeys(owners.get(name, ()))
+        if owner.lower().replace("_", "-") != DISTRIBUTION
+    ]
+
+
 def version() -> str:
     """Return the version of Cadence, or a text that says that it is not installed."""
     from importlib import metadata  # here, since it costs more than the rest of the import

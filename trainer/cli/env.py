@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from trainer import environment
-from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
+from trainer._siblings import DISTRIBUTION, PACKAGES, conflicts, locate, shadows, version
 from trainer.cli.parsing import aligned, command_parser, echo, sigint_default
 from trainer.launch.settings import DYNAMO, FP8, SECTIONS
 
@@ -107,7 +107,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("what a bug report should contain", ""),
             ("with another file", "--config_file four.yaml"),
         ],
-        codes={0: "done", 1: "a file in this folder is imported instead of our packages"},
+        codes={0: "done", 1: "other files are imported instead of our packages"},
     )
     text = "the file of `trainer config`, if not the default one"
     made.add_argument("--config_file", "--config-file", type=Path, metavar="FILE", help=text)
@@ -115,7 +115,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table; return 1 if a file in this folder shadows one of our packages."""
+    """Print the table; return 1 if other files shadow or overwrite our packages."""
     with sigint_default():
         import torch
 
@@ -134,7 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
     in_the_way = shadows(Path.cwd())
     for path in in_the_way:
         echo(f"\n{path} is imported instead of Cadence's package by scripts in this folder.")
-    return 1 if in_the_way else 0
+    for conflict in (known := conflicts()):
+        echo(f"\n{conflict}")
+    return 1 if in_the_way or known else 0
 
 
 def _packages() -> list[str]:

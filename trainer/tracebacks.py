@@ -17,9 +17,9 @@ _PACKAGES = tuple(f"{_HERE / name}{os.sep}" for name in ("trainer", "callbacks",
 class HiddenFrames:
     """Removes the frames of Cadence from the tracebacks of errors that leave its block.
 
-    The innermost frame always stays, so an error that Cadence raises shows where. A note says how
-    many frames are hidden, and that ``CADENCE_FULL_TRACEBACK=1`` shows them. Python 3.10 shows all
-    frames: there a context manager cannot replace the traceback of the error that it handles.
+    The innermost frame always stays, so an error that Cadence raises shows where. Other errors
+    get a note with the number of hidden frames, which ``CADENCE_FULL_TRACEBACK=1`` shows. Python
+    3.10 shows all frames: there a context manager cannot replace the traceback of the error that it handles.
 
     Args:
         where: Returns where in the run the error occurred, for the note; may be empty.
@@ -65,7 +65,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def shorten(error: BaseException) -> int:
-    """Remove the frames of Cadence from a traceback, except the innermost; return how many."""
+    """Remove the frames of Cadence from a traceback, except the innermost.
+
+    Returns:
+        How many; 0 if Cadence has raised the error itself.
+    """
     if read_flag(FULL):
         return 0
     entries: list[TracebackType] = []
@@ -73,12 +77,10 @@ def shorten(error: BaseException) -> int:
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
+    ours = [each.tb_frame.f_code.co_filename.startswith(_PACKAGES) for each in entries]
     kept: TracebackType | None = None
-    hidden = 0
-    for entry in reversed(entries):
-        if kept is not None and entry.tb_frame.f_code.co_filename.startswith(_PACKAGES):
-            hidden += 1
-        else:
+    for entry, hide in zip(reversed(entries), reversed([*ours[:-1], False]), strict=False):
+        if not hide:
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     error.__traceback__ = kept
-    return hidden
+    return 0 if ours[-1:] == [True] else sum(ours)

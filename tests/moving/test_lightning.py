@@ -544,7 +544,7 @@ def test_errors_name_the_arguments_of_lightning_unless_they_are_the_users_own(tm
         def on_train_start(self) -> None:
             raise ValueError("project_dir")
 
-    with pytest.raises(ValueError, match=r"^project_dir$"):
+    with pytest.raises(ValueError, match=r"^project_dir\n"):
         fit(tmp_path, Raises())
 
 

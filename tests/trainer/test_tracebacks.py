@@ -67,6 +67,7 @@ def test_all_frames_are_shown_where_asked(monkeypatch):
 def test_an_error_of_cadence_shows_where_it_was_raised():
     error = fails(lambda: Trainer(max_epochs=1).fit(Fails(), loader(), ckpt_path="wrong"))
     assert len(functions_of(error)) == 3
+    assert not hasattr(error, "__notes__")
 
 
 def test_errors_that_another_was_raised_from_are_shortened():

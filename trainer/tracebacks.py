@@ -19,7 +19,7 @@ class HiddenFrames:
 
     The innermost frame always stays, so an error that Cadence raises shows where. Other errors
     get a note with the number of hidden frames, which ``CADENCE_FULL_TRACEBACK=1`` shows. Python
-    3.10 shows all frames: there a context manager cannot replace the traceback of the error that it handles.
+    3.10 shows all frames: there a context manager cannot replace the traceback of its error.
 
     Args:
         where: Returns where in the run the error occurred, for the note; may be empty.

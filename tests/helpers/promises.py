@@ -119,8 +119,8 @@ def driven(library: str) -> dict[str, str]:
     return {"manual": manual, "unfrozen": "were added, frozen or unfrozen after"}
 
 
-def pipeline(schedule: str, shares: int = 1, **options: Any) -> EngineCase:
-    """Two stages for each share, and what a schedule makes impossible."""
+def pipeline(schedule: str, shares: int = 1, width: int = 1, **options: Any) -> EngineCase:
+    """Two stages of `width` processes for each share, and what a schedule makes impossible."""
     given = {"pp_size": 2, "pp_schedule": schedule, "dp_replicate_size": shares, **options}
     refuses = {
         "manual": "automatic_optimization = False, but the schedule of a pipeline runs backward",
@@ -129,7 +129,7 @@ def pipeline(schedule: str, shares: int = 1, **options: Any) -> EngineCase:
     }
     return EngineCase(
         lambda: {"parallelism_config": ParallelismConfig(**given)},
-        processes=2 * shares,
+        processes=2 * shares * width,
         shares=shares,
         refuses=refuses,
     )
@@ -158,6 +158,8 @@ ENGINES: dict[str, EngineCase] = {
     "pp, interleaved": pipeline(
         "interleaved", pp_split=["model.drop", "model.blocks", "model.last"]
     ),
+    "pp, fsdp": pipeline("1f1b", shares=2, dp_replicate_size=1, dp_shard_size=2),
+    "pp, tp": pipeline("1f1b", width=2, tp_size=2),
     "zero0": EngineCase(zero(0), refuses=driven("DeepSpeed")),
     "zero1": EngineCase(zero(1), refuses=driven("DeepSpeed")),
     "zero2": EngineCase(zero(2), refuses=driven("DeepSpeed")),

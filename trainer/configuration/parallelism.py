@@ -25,10 +25,7 @@ PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 # What a pipeline cannot be combined with, and why.
 _NOT_IN_PIPELINES = {
-    "dp_shard": "a stage keeps its layers whole, where FSDP would gather them again for each "
-    "micro-batch: use dp_replicate_size, or dp_shard_size without stages.",
     "cp": "stages hand on whole sequences: leave cp_size out.",
-    "tp": "stages have whole layers: use megatron_lm_plugin, whose models have both.",
 }
 
 

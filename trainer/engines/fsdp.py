@@ -91,10 +91,7 @@ class FullyShard(SingleDevice):
         shards = tuple(name for name in names if name != "tp")
         # The mesh over which parameters are sharded and, in its first dimension, replicated.
         self._data_mesh = mesh[shards]
-        rank, size = 0, 1
-        for name in shards:
-            rank = rank * mesh[name].size() + mesh.get_local_rank(name)
-            size *= mesh[name].size()
+        rank, size = rank_along(mesh, shards)
         # Processes that share sequences read the same data, and have different parts of the model.
         config = options.parallelism_config
         sharing = 1 if config is None or config.cp_size is None else config.cp_size
@@ -141,15 +138,7 @@ class FullyShard(SingleDevice):
         Raises:
             ValueError: It needs whole tensors.
         """
-        names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEED_WHOLE_TENSORS.keys()
-        why = "it updates in backward" if is_lomo(optimizer) else None
-        for name in names:
-            why = _NEED_WHOLE_TENSORS[name]
-        if why is not None:
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot update sharded parameters: {why}. Use AdamW or "
-                "SGD, or train without fsdp_plugin (--use_fsdp)."
-            )
+        check_takes_shards(optimizer, "fsdp_plugin (--use_fsdp)")
         self._replace_parameters(optimizer)
         if isinstance(optimizer, Optimizer):
             self._optimizers.add(optimizer)
@@ -159,7 +148,6 @@ class FullyShard(SingleDevice):
 
     def _replace_parameters(self, optimizer: Optimizer) -> None:
         """Put sharded parameters, and the state of whole ones, into an optimizer."""
-        mixed = False
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) in self._replaced:
@@ -169,11 +157,7 @@ class FullyShard(SingleDevice):
                         optimizer.state[new] = {
                             name: _as_shards(value, new) for name, value in state.items()
                         }
-            mixed |= len(set(map(mesh_of, group["params"]))) > 1
-        if mixed:  # foreach kernels take only tensors of one mesh
-            for group in optimizer.param_groups:
-                if "foreach" in group:
-                    group["foreach"] = False
+        disable_mixed_foreach(optimizer)
 
     def _release(self, *_: Any) -> None:
         """Put the shards in the place of gathered parameters."""
@@ -236,16 +220,16 @@ class FullyShard(SingleDevice):
             sharded = {*units, *roots}
             norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
             norms = [each for each in norms if each.affine and each not in sharded]
-        _check_dtypes(module, {*units, *roots, *norms}, ignored)
+        check_dtypes(module, {*units, *roots, *norms}, ignored)
         wide = MixedPrecisionPolicy(cast_forward_inputs=False)
         for norm in norms:
-            _shard_one(norm, **{**arguments, "mp_policy": wide})
+            shard_unit(norm, **{**arguments, "mp_policy": wide})
         for unit in reversed(units):  # inner ones first
-            _shard_one(unit, reshard_after_forward=plugin.reshard_after_forward, **arguments)
+            shard_unit(unit, reshard_after_forward=plugin.reshard_after_forward, **arguments)
         for root in roots:
             # Others than the whole module may run forward without backward, and are stepped then.
             released = None if root is module else True
-            _shard_one(root, reshard_after_forward=released, **arguments)
+            shard_unit(root, reshard_after_forward=released, **arguments)
         for part in _units_in(module):
             # A process may leave out a parameter that others use: all reduce the same tensors.
             reduce_unused_parameters(part)
@@ -762,14 +746,14 @@ class ShardedGradients(Gradients):
         self._options, self._replaced = options, replaced
         self.checked: bool | Tensor | None = None
 
-    def _gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return the gradients, also those of parameters that were replaced by sharded ones."""
+    def _trained(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return those with a gradient; the sharded ones in the place of replaced ones."""
         trained = (self._replaced.get(id(p), (p, p))[1] for p in parameters)
-        return [p.grad for p in trained if p.grad is not None]
+        return [parameter for parameter in trained if parameter.grad is not None]
 
     def parts_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this process's parts of the gradients."""
-        return list(map(part_here, self._gradients(parameters)))
+        return [part_here(p.grad) for p in self._trained(parameters) if p.grad is not None]
 
     def scale_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply all gradients by a number or a tensor of shape (), in place."""
@@ -797,12 +781,12 @@ class ShardedGradients(Gradients):
         Each process adds the norms of its parts, divided by the number of processes that have the
         same part. So one all-reduce is enough, whatever the meshes.
         """
-        gradients = self._gradients(parameters)
-        parts = list(map(part_here, gradients))
+        trained = self._trained(parameters)
+        parts = self.parts_of(trained)
         by_kind: dict[Any, list[Tensor]] = {}
-        for gradient, part in zip(gradients, parts, strict=True):
+        for parameter, part in zip(trained, parts, strict=True):
             if part.numel():  # the largest magnitude needs an element
-                by_kind.setdefault((self._copies_of(gradient), part.dtype), []).append(part)
+                by_kind.setdefault((self._copies_of(parameter), part.dtype), []).append(part)
         total = torch.zeros(1, dtype=torch.float64, device=self._options.device)
         for (copies, _), alike in by_kind.items():
             norm = torch.nn.utils.get_total_norm(alike, norm_type).to(total)
@@ -819,12 +803,17 @@ class ShardedGradients(Gradients):
         _scale_parts(parts, (max_norm / (whole + 1e-6)).clamp(max=1.0))  # as in torch
         return whole
 
-    def _copies_of(self, gradient: Tensor) -> int:
-        """Return how many processes have the same part of a gradient."""
-        copies = self._options.world_size
-        if isinstance(gradient, DTensor):
+    # ARG002: others have processes without it
+    def _holders_of(self, parameter: Tensor) -> int:  # noqa: ARG002
+        """Return how many processes have a parameter, or a part of it."""
+        return self._options.world_size
+
+    def _copies_of(self, parameter: Tensor) -> int:
+        """Return how many processes have the same part of a parameter, and of its gradient."""
+        copies = self._holders_of(parameter)
+        if isinstance(parameter, DTensor):
             for size, placement in zip(
-                gradient.device_mesh.shape, gradient.placements, strict=True
+                parameter.device_mesh.shape, parameter.placements, strict=True
             ):
                 copies //= 1 if placement.is_replicate() else size
         return copies
@@ -875,6 +864,52 @@ class ShardedWeights(Weights):
                     )
 
 
+def check_takes_shards(optimizer: Optimizer, option: str) -> None:
+    """Check that an optimizer can update sharded parameters.
+
+    Args:
+        optimizer: The optimizer.
+        option: What to train without, if it cannot.
+
+    Raises:
+        ValueError: It needs whole tensors, or updates in backward.
+    """
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEED_WHOLE_TENSORS.keys()
+    why = "it updates in backward" if is_lomo(optimizer) else None
+    for name in names:
+        why = _NEED_WHOLE_TENSORS[name]
+    if why is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot update sharded parameters: {why}. Use AdamW or "
+            f"SGD, or train without {option}."
+        )
+
+
+def disable_mixed_foreach(
+    optimizer: Optimizer, updates: Callable[[Tensor], bool] = lambda _: True
+) -> None:
+    """Let an optimizer with tensors of several meshes update one at a time: foreach needs one.
+
+    Args:
+        optimizer: The optimizer.
+        updates: Says which of its parameters this process updates.
+    """
+    groups = [filter(updates, group["params"]) for group in optimizer.param_groups]
+    if any(len(set(map(mesh_of, parameters))) > 1 for parameters in groups):
+        for group in optimizer.param_groups:
+            if "foreach" in group:
+                group["foreach"] = False
+
+
+def rank_along(mesh: DeviceMesh, names: Iterable[str]) -> tuple[int, int]:
+    """Return the rank of this process, and their number, along some dimensions of a mesh."""
+    rank, size = 0, 1
+    for name in names:
+        rank = rank * mesh[name].size() + mesh.get_local_rank(name)
+        size *= mesh[name].size()
+    return rank, size
+
+
 def _as_flag(count: Tensor) -> bool | Tensor:
     """Return whether a number of processes is not zero; on an accelerator as float32, 1 or 0."""
     return bool(count) if count.is_cpu else count.clamp(max=1.0).float()
@@ -886,7 +921,7 @@ def _scale_parts(parts: list[Tensor], factor: float | Tensor) -> None:
     scale_(parts, factor)
 
 
-def _shard_one(part: nn.Module, **arguments: Any) -> None:
+def shard_unit(part: nn.Module, **arguments: Any) -> None:
     """Shard one unit, and free its whole parameters, which `fully_shard` put on the device."""
     before, kind = list(own_parameters(part)), type(part)
     fully_shard(part, **arguments)
@@ -1107,7 +1142,7 @@ def _check_dense(module: nn.Module) -> None:
             )
 
 
-def _check_dtypes(
+def check_dtypes(
     module: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Parameter]
 ) -> None:
     """Raise a ValueError if trained parameters of one unit, reduced together, differ in dtype."""

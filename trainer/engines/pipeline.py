@@ -20,17 +20,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from typing import Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, yet private
 
-from trainer.configuration.parallelism import device_mesh
+from trainer.configuration.parallelism import ParallelismConfig, device_mesh
 from trainer.data.seeding import group_equal, isolated_generators, module_generators
 from trainer.distributed.guards import forbid_collectives, read_back
 from trainer.distributed.objects import all_gather_object, broadcast_object
@@ -38,9 +38,14 @@ from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.absent import Absent, signature
-from trainer.engines.averaging import average_gradients_of, give_nothing
-from trainer.engines.base import EngineOptions, Gradients, Weights, gathered_on_first
+from trainer.engines.base import EngineOptions, Weights, gathered_on_first
 from trainer.engines.compile import is_compiled
+from trainer.engines.fsdp import (
+    ShardedGradients,
+    check_takes_shards,
+    disable_mixed_foreach,
+    rank_along,
+)
 from trainer.engines.lockstep import has_sync_batch_norm
 from trainer.engines.micro_batches import (
     StageLogs,
@@ -57,18 +62,18 @@ from trainer.engines.stage_layers import (
     StagePass,
     check_known,
 )
+from trainer.engines.stage_shards import StageShards, StageWeights, split_stage
 from trainer.engines.stages import plan_stages
 from trainer.enums import DynamoBackend
 from trainer.errors import DistributedOperationException
 from trainer.names import bare_names
-from trainer.optim.clipping import clip_
 from trainer.optim.finite import find_non_finite
 from trainer.optim.lomo import is_lomo
 from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import keeps_on_host
 from trainer.optim.weighting import scale_
 from trainer.rng import isolated_rng, mix
-from trainer.tree import LocalShards, as_bytes, fill_, leaves, map_tree
+from trainer.tree import LocalShards, as_bytes, fill_, leaves, local_parts, map_tree, part_here
 
 _OTHER_STAGES = (
     "is called in training_step, but the processes of a pipeline run it for other micro-batches at "
@@ -76,6 +81,7 @@ _OTHER_STAGES = (
 )
 _KEPT = 4  # schedules of other sizes that are kept, each with what it receives into
 _EXTRA = "_extra_state"
+_SHARDS = "_stage_shards"  # the attribute of a module that was sharded, which stays so
 # Parts of the names of optimizers that look at all parameters together.
 _NEED_ALL = ("dadapt", "lbfgs", "prodigy")
 
@@ -119,7 +125,16 @@ class _Window:
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Forbids the collectives of torch; it sees each operation, which takes time."""
+    """Forbids the collectives of torch; it sees each operation, which takes time.
+
+    Args:
+        allowed: The name of the group of processes that share layers, whose collectives are those
+            of the layers; None without such layers.
+    """
+
+    def __init__(self, allowed: str | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._allowed = allowed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation.
@@ -128,7 +143,10 @@ class _NoCollectives(TorchDispatchMode):
             DistributedOperationException: It is a collective.
         """
         del types
-        if func.namespace in ("c10d", "_c10d_functional"):
+        layers = self._allowed is not None and (
+            self._allowed in args or "wait_tensor" in str(func)  # which names no group
+        )
+        if func.namespace in ("c10d", "_c10d_functional") and not layers:
             raise DistributedOperationException(f"{func} {_OTHER_STAGES}")
         return func(*args, **(kwargs or {}))
 
@@ -161,27 +179,38 @@ class Pipeline(SingleDevice):
         assert config.pp_size is not None
         self.config = config
         self._ranks: int = config.pp_size
-        # Processes that read the same data have consecutive ranks, as with the other engines.
-        sizes = {"dp_replicate": config.data_parallel_size, "pp": config.pp_size}
-        mesh = config.device_mesh = device_mesh(options.device.type, sizes)
-        self._group, self._replicas = mesh.get_group("pp"), mesh.get_group("dp_replicate")
+        mesh = config.device_mesh = device_mesh(options.device.type, _mesh_sizes(config))
+        names = mesh.mesh_dim_names or ()
+        self._mesh, self._group = mesh, mesh.get_group("pp")
+        replicas = config.dp_replicate_enabled
+        self._replicas = mesh.get_group("dp_replicate") if replicas else None
+        # The mesh over which each stage is sharded and, in its first dimension, replicated.
+        data = tuple(name for name in names if name.startswith("dp_"))
+        self._data_mesh = mesh[data] if "dp_shard" in names else None
+        self._tp_mesh = mesh["tp"] if "tp" in names else None
+        self._tp_group = None if self._tp_mesh is None else self._tp_mesh.get_group().group_name
+        dp_rank, dp_size = rank_along(mesh, data)
         self._place: int = mesh.get_local_rank("pp")
         self._stages = config.pp_size * (config.pp_stages_per_rank or 1)
         self._here = range(self._place, self._stages, self._ranks)
         self._is_last = self._place == self._ranks - 1
+        # Of processes that share layers, the first one counts.
+        counts = self._is_last and not (self._tp_mesh and self._tp_mesh.get_local_rank())
         self.parallel = Parallel(
-            dp_rank=mesh.get_local_rank("dp_replicate"),
-            dp_size=config.data_parallel_size,
-            is_data_primary=self._is_last,
-            is_log_primary=self._is_last,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            is_data_primary=counts,
+            is_log_primary=counts,
             is_model_parallel=True,
             divides_state=True,
         )
         self.driver = self
         self.schedules: Sequence[Any] = ()
-        self.gradients = PipelineGradients(self)
+        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.gradients = PipelineGradients(self, self._replaced)
         self.weights = PipelineWeights(self)
         self.layers: StageLayers  # of the module that was started
+        self.stage_weights: StageWeights  # of its layers here
         self._extra: dict[str, Any] = {}  # the extra state of all stages, by name
         self._described: dict[str, Boundary] = {}  # the buffers of all stages, by name
         self._generators: dict[str, Any] = {}
@@ -242,11 +271,38 @@ class Pipeline(SingleDevice):
         self.layers = StageLayers(
             module, plan, self._place, self._ranks, self.options.device, self._run_stages
         )
-        if split:
-            self._broadcast(self.layers.own, src=None)
+        if split and self._replicas is not None:
+            self._broadcast(map(part_here, self.layers.own), src=None)
+        self.stage_weights = self._share_weights(split=split)
+        self.layers.wrap()
+        self._replaced |= self.layers.replaced
         self._generators = module_generators(module)
         self._names_of_generators = group_equal(self._generators)
         self.broadcast_buffers()
+
+    def _share_weights(self, *, split: bool) -> StageWeights:
+        """Shard and split the weights of this process's layers, if that is asked for; collective.
+
+        Raises:
+            ValueError: They were in another layout before.
+        """
+        module, layers = self.module, self.layers
+        known: StageShards | None = vars(module).get(_SHARDS)
+        if known is None and self._data_mesh is None:
+            return StageWeights(layers, self._replicas)
+        if known is None and not split:
+            assert self._data_mesh is not None
+            if self._tp_mesh is not None:
+                split_stage(module, layers, self._tp_mesh)
+            known = StageShards(module, layers, self._data_mesh)
+            vars(module)[_SHARDS] = known
+        if known is None or known.mesh != self._data_mesh:
+            raise ValueError(
+                f"{type(module).__name__} was divided over other processes before: create it "
+                "again, and load its weights from a checkpoint."
+            )
+        known.layers = layers
+        return known
 
     def _broadcast(self, tensors: Iterable[Tensor], src: int | None) -> None:
         """Broadcast tensors of one rank to all, or with None of the first replica to the others."""
@@ -270,6 +326,9 @@ class Pipeline(SingleDevice):
         for group in optimizer.param_groups:
             replaced = self.layers.replaced
             group["params"] = [replaced.get(id(p), (p, p))[1] for p in group["params"]]
+        if self._data_mesh is not None:
+            check_takes_shards(optimizer, "dp_shard_size and tp_size")
+            disable_mixed_foreach(optimizer, lambda p: not isinstance(p, Absent))
         return optimizer
 
     # -- stages one after the other ----------------------------------------------------------------
@@ -288,6 +347,10 @@ class Pipeline(SingleDevice):
                 "torch.no_grad()."
             )
         self._evaluated += 1
+        with self.stage_weights.gathered():
+            return self._run_one_by_one(forward, args, kwargs)
+
+    def _run_one_by_one(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, error = None, None
         seed = mix(self._seed, self.parallel.dp_rank, self._evaluated)
         for stage in range(self._stages):
@@ -366,8 +429,9 @@ class Pipeline(SingleDevice):
 
     # ARG002: an interface
     def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:  # noqa: ARG002
-        """Count a batch, which all processes do, also those that have none."""
+        """Count a batch and gather weights, which all processes do, also those without a batch."""
         self._batches += 1
+        self.stage_weights.gather()
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module; a training step also runs its backward passes."""
@@ -397,14 +461,15 @@ class Pipeline(SingleDevice):
         for loss, weight in self._losses:
             mean = mean + loss.float() * (weight / items)
         mean = self._share_loss(mean)
-        window.gradients = {p: p.grad for p in self.layers.own if p.grad is not None}
-        for parameter in self.layers.own:
+        used = self.stage_weights.parameters
+        window.gradients = {p: p.grad for p in used if p.grad is not None}
+        for parameter in used:
             parameter.grad = None
         window.loss, window.items = mean.requires_grad_(), items
         return window.loss
 
     def _put_gradients(self) -> None:
-        for parameter in self.layers.own:
+        for parameter in self.stage_weights.parameters:
             parameter.grad = self._window.gradients.get(parameter)
         self._window.gradients = {}
 
@@ -477,7 +542,7 @@ class Pipeline(SingleDevice):
     @contextmanager
     def _without_collectives(self, *, first: bool) -> Iterator[None]:
         """Forbid collectives in the user's step; those of torch itself in a `first` one alone."""
-        mode: Any = _NoCollectives() if first else nullcontext()  # type: ignore[no-untyped-call]  # torch's
+        mode: Any = _NoCollectives(self._tp_group) if first else nullcontext()
         with forbid_collectives(_OTHER_STAGES), mode:
             yield
 
@@ -690,15 +755,19 @@ class Pipeline(SingleDevice):
                 window.scale = applied * (window.reference / window.items)
                 window.loss = None
         if stats is None:
+            self.stage_weights.release()
             return 0.0
+        self.stage_weights.gather()
         self._put_gradients()
         if window.scale is not None:
-            scale_([parameter.grad for parameter in self.layers.own], window.scale)
+            gradients = [p.grad for p in self.stage_weights.parameters if p.grad is not None]
+            scale_(map(part_here, gradients), window.scale)
+        self.stage_weights.reduce()
         self._add_shared()
-        if self.parallel.dp_size > 1:
-            average_gradients_of(self.layers.own, group=self._replicas)
-        if all(parameter.grad is None for parameter in self.layers.own):
-            give_nothing(self.module)
+        own = self.layers.own
+        if all(parameter.grad is None for parameter in own):  # a window without items
+            for parameter in own:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self._window = _Window()
         return self.sync_stats(stats)
 
@@ -716,15 +785,19 @@ class Pipeline(SingleDevice):
         for owners, dtype in sorted(shared, key=lambda key: (key[0], str(key[1]))):
             parameters = shared[owners, dtype]
             flags = [float(parameter.grad is not None) for parameter in parameters]
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            parts = [
+                part_here(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters
+            ]
             counts = torch.tensor(flags, dtype=dtype).to(self.options.device, non_blocking=True)
             flat = torch.cat([part.reshape(-1) for part in (*parts, counts)])
             self._sum_on(owners, flat)
             present = read_back(flat[-len(parameters) :]).tolist()
-            sums = flat[: -len(parameters)].split([p.numel() for p in parameters])
+            sums = flat[: -len(parameters)].split([part.numel() for part in parts])
             for parameter, total, count in zip(parameters, sums, present, strict=True):
                 if count:
-                    parameter.grad = total.view_as(parameter).clone()
+                    parameter.grad = torch.zeros_like(parameter)
+                    part = part_here(parameter.grad)
+                    part.copy_(total.view_as(part))
 
     def _sum_on(self, owners: Sequence[int], flat: Tensor) -> None:
         first, *others = (dist.get_global_rank(self._group, owner) for owner in owners)
@@ -740,8 +813,15 @@ class Pipeline(SingleDevice):
             dist.send(flat, other)
 
     def begin_epoch(self) -> None:
-        """See `check_unknown_parameters`."""
+        """Release gathered weights; see `check_unknown_parameters`."""
+        self.stage_weights.release()
         self.check_unknown_parameters()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Gather the weights once for all batches."""
+        with self.stage_weights.gathered():
+            yield
 
     def check_unknown_parameters(self) -> None:
         """Check that all parameters were there when the module was divided.
@@ -803,13 +883,22 @@ class Pipeline(SingleDevice):
 
     def _shards(self, parameter: Tensor, value: Tensor | None, dtype: torch.dtype) -> LocalShards:
         """Return what this process has of a state that is as large as its parameter."""
-        shards = [] if value is None else [([0] * parameter.ndim, value.detach())]
-        saved = self._saves(parameter)
+        shards = [] if value is None else local_parts(value.detach())
+        saved = self._saves(parameter, self.layers.owners[id(parameter)][0])
         return LocalShards(parameter.shape, dtype, self.options.device, shards, saved=saved)
 
-    def _saves(self, parameter: Tensor) -> bool:
-        owners = self.layers.owners[id(parameter)]
-        return self.parallel.dp_rank == 0 and self._place == owners[0]
+    def _saves(self, tensor: Tensor, owner: int) -> bool:
+        """Return whether this process is the first with its part of a tensor of a stage."""
+        where = self._mesh.get_coordinate()
+        assert where is not None
+        same = dict(zip(self._mesh.mesh_dim_names or (), where, strict=True))
+        if isinstance(tensor, DTensor):
+            for name, placement in zip(
+                tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True
+            ):
+                if not placement.is_replicate():
+                    same.pop(name)
+        return same.pop("pp") == owner and not any(same.values())
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take this process's part of a state that is numbered as one process numbers it."""
@@ -825,7 +914,13 @@ class Pipeline(SingleDevice):
                 if hasattr(value, "shape"):
                     on_host = keeps_on_host(key, groups[id(parameter)])
                     device = torch.device("cpu") if on_host else parameter.device
-                    loaded[key] = torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
+                    shape = tuple(value.shape)
+                    divided = isinstance(parameter, DTensor) and shape == parameter.shape
+                    loaded[key] = (
+                        torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                        if divided
+                        else torch.empty(shape, dtype=value.dtype, device=device)
+                    )
                     fill_(loaded[key], value)
 
     # -- state -------------------------------------------------------------------------------------
@@ -839,6 +934,10 @@ class Pipeline(SingleDevice):
         """Go on drawing where the run was saved."""
         for name, value in saved[0].get("pipeline", {}).items():
             setattr(self, f"_{name}", value)
+
+    def _rank_of(self, place: int) -> int:
+        """Return the rank of the first process with the stages of a place in the pipeline."""
+        return place * (1 if self._tp_mesh is None else self._tp_mesh.size())
 
     def _home_of(self, name: str) -> int:
         """Return the rank in a pipeline whose buffer, or extra state, of a name counts."""
@@ -862,15 +961,15 @@ class Pipeline(SingleDevice):
         }
         of_ranks = all_gather_object((described, extra))
         self._described, self._extra = {}, {}
-        for rank in range(self._ranks):  # those of the first replica
-            found, extra_there = of_ranks[rank]
-            self._described |= {n: b for n, b in found.items() if self._home_of(n) == rank}
-            self._extra |= {n: v for n, v in extra_there.items() if self._home_of(n) == rank}
+        for place in range(self._ranks):
+            found, extra_there = of_ranks[self._rank_of(place)]
+            self._described |= {n: b for n, b in found.items() if self._home_of(n) == place}
+            self._extra |= {n: v for n, v in extra_there.items() if self._home_of(n) == place}
         for name, expected in self._described.items():
             having = [rank for rank, (found, _) in enumerate(of_ranks) if name in found]
             if len(having) == 1 or self.options.rank not in having:
                 continue
-            home = self._home_of(name)
+            home = self._rank_of(self._home_of(name))
             buffer = buffers[name]
             if Boundary(buffer) != expected:
                 shape, dtype = expected.shape, expected.dtype
@@ -897,19 +996,23 @@ class Pipeline(SingleDevice):
         super().close()
         if hasattr(self, "layers"):
             self.layers.close()
+        if hasattr(self, "stage_weights"):
+            self.stage_weights.release()
         self._schedules.clear()
 
 
-class PipelineGradients(Gradients):
+class PipelineGradients(ShardedGradients):
     """The gradients of the layers of this process.
 
     Args:
         engine: The engine.
+        replaced: See `ShardedGradients`.
     """
 
-    average = None
-
-    def __init__(self, engine: Pipeline) -> None:
+    def __init__(
+        self, engine: Pipeline, replaced: Mapping[int, tuple[nn.Parameter, nn.Parameter]]
+    ) -> None:
+        super().__init__(engine.options, replaced)
         self._engine = engine
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
@@ -921,7 +1024,9 @@ class PipelineGradients(Gradients):
         _send(flag, engine._group, owner)
         if not read_back(flag).item():
             return None
-        gradient = parameter.grad if here else None
+        gradient: Any = parameter.grad if here else None
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
         if gradient is None:
             gradient = torch.empty(
                 parameter.shape, dtype=parameter.dtype, device=engine.options.device
@@ -930,7 +1035,7 @@ class PipelineGradients(Gradients):
 
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite on any process."""
-        non_finite = find_non_finite(parameter.grad for parameter in parameters)
+        non_finite = find_non_finite(self.parts_of(parameters))
         anywhere = torch.zeros(1, device=self._engine.options.device) + (
             0.0 if non_finite is None else non_finite
         )
@@ -938,36 +1043,11 @@ class PipelineGradients(Gradients):
         flag = anywhere[0].clamp(max=1.0)
         return bool(flag) if flag.is_cpu else flag
 
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
-        """Scale the gradients to a total norm of at most `max_norm`; return the norm before.
-
-        The norm is that of all stages; what several have is counted once.
-        """
+    def _holders_of(self, parameter: Tensor) -> int:
         engine = self._engine
-        present = [p for p in parameters if p.grad is not None]
-        owners = engine.layers.owners
-        counted: list[Any] = [p.grad for p in present if owners[id(p)][0] == engine._place]
-        total = torch.zeros(1, dtype=torch.float64, device=engine.options.device)
-        if counted:
-            total += torch.nn.utils.get_total_norm(counted, norm_type)
-        if norm_type == inf:
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=engine._group)
-        else:
-            total = total**norm_type
-            dist.all_reduce(total, group=engine._group)
-            total = total ** (1 / norm_type)
-        whole = total[0].float()
-        scale_([p.grad for p in present], (max_norm / (whole + 1e-6)).clamp(max=1.0))  # as in torch
-        return whole
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
-        """Limit the magnitude of each element of the gradients."""
-        present = [parameter for parameter in parameters if parameter.grad is not None]
-        if present:
-            clip_(present, max_value=max_value)
+        return len(engine.layers.owners[id(parameter)]) * (
+            self._options.world_size // engine._ranks
+        )
 
 
 class PipelineWeights(Weights):
@@ -993,6 +1073,7 @@ class PipelineWeights(Weights):
                 "No module is divided into stages here: ask for its weights in a callback, while "
                 "fit runs, or load them from a checkpoint."
             )
+        engine.stage_weights.release()
         parts: dict[str, Any] = {}
         for name, value in module.state_dict(keep_vars=True).items():
             if name.endswith(_EXTRA):
@@ -1006,15 +1087,19 @@ class PipelineWeights(Weights):
     def _part(self, name: str, value: Tensor) -> LocalShards:
         engine = self._engine
         like = Boundary(value)
-        saved = engine.layers.owners.get(id(value), ())[:1] == (engine._place,)
-        if id(value) not in engine.layers.owners:
+        owners = engine.layers.owners.get(id(value))
+        home = engine._home_of(name) if owners is None else owners[0]
+        if owners is None:
             like = engine._described.get(name, like)
-            saved = engine._home_of(name) == engine._place
-        shards = [] if isinstance(value, Absent) else [([0] * value.ndim, value.detach())]
-        first = engine.parallel.dp_rank == 0
-        return LocalShards(
-            like.shape, like.dtype, engine.options.device, shards, saved=saved and first
-        )
+        shards = [] if isinstance(value, Absent) else local_parts(value.detach())
+        saved = engine._saves(value, home)
+        return LocalShards(like.shape, like.dtype, engine.options.device, shards, saved=saved)
+
+    # ARG002: gradients of micro-batches are with the engine
+    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:  # noqa: ARG002
+        """Put the shards in the place of gathered weights."""
+        if hasattr(self._engine, "stage_weights"):
+            self._engine.stage_weights.release()
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole weights on the host of rank 0, and {} elsewhere; collective."""
@@ -1034,7 +1119,7 @@ def _unsupported(options: EngineOptions) -> str | None:
     if options.mixed_precision in ("fp16", "fp8"):
         return f"mixed_precision={options.mixed_precision!r}: use 'bf16' or 'no'"
     if options.fsdp_plugin is not None:
-        return "fsdp_plugin: a stage keeps its layers whole; leave one of them out"
+        return "fsdp_plugin: dp_shard_size shards the layers of each stage; leave the plugin out"
     if options.ddp_kwargs is not None and options.ddp_kwargs.comm_hook != "no":
         return f"comm_hook={options.ddp_kwargs.comm_hook.value!r}: leave it out"
     if (compiler := options.dynamo_plugin) and compiler.backend != DynamoBackend.NO:
@@ -1042,6 +1127,24 @@ def _unsupported(options: EngineOptions) -> str | None:
     if options.sync_each_batch:
         return "sync_each_batch=True: gradients are reduced once an update"
     return None
+
+
+def _mesh_sizes(config: ParallelismConfig) -> dict[str, int]:
+    """Return the dimensions of the mesh: those with several processes, and a pipeline's.
+
+    Processes that read the same data have consecutive ranks, as with the other engines. Layers that
+    are split are sharded too, perhaps over one process: FSDP2 then averages their gradients.
+    """
+    shares = config.dp_shard_enabled or config.tp_enabled
+    sizes = config.to_json()
+    if not shares:
+        return {"dp_replicate": config.data_parallel_size, "pp": sizes["pp_size"]}
+    names = [
+        name
+        for name in ("dp_replicate", "dp_shard", "pp", "tp")
+        if sizes[f"{name}_size"] > 1 or name in ("dp_shard", "pp")
+    ]
+    return {name: sizes[f"{name}_size"] for name in names}
 
 
 def _check_module(module: nn.Module) -> None:
@@ -1058,6 +1161,11 @@ def _check_module(module: nn.Module) -> None:
             problem = f"has sparse gradients in {name}: pass sparse=False"
         if is_compiled(part):
             problem = f"is compiled in {name or 'its whole'}, past its layers: leave that out"
+    if _SHARDS not in vars(module) and any(isinstance(p, DTensor) for p in module.parameters()):
+        problem = (
+            "has layers that are split already: give it a tp_plan, by which each stage splits its "
+            "own, instead of calling parallelize_module"
+        )
     if any(p.is_meta for p in module.parameters() if not isinstance(p, Absent)):
         problem = "has parameters on the meta device, which no stage can fill: create them whole"
     if problem is not None:

@@ -8,7 +8,7 @@ exception, which activation checkpointing would not survive.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -102,6 +102,7 @@ class StageLayers:
 
     Attributes:
         plan: The argument.
+        here: The numbers of the stages of this process.
         own: The parameters that have values here.
         owners: The ranks in a pipeline that have each parameter, by its ``id``.
         replaced: The parameters that were replaced and what took their place, by the ``id`` of
@@ -123,6 +124,7 @@ class StageLayers:
     ) -> None:
         self.module, self.plan, self._device = module, plan, device
         self._place, self._ranks, self._run_stages = place, ranks, run_stages
+        self.here = range(place, plan.stages, ranks)
         self.own: list[nn.Parameter] = []
         self.owners: dict[int, tuple[int, ...]] = {}
         self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -131,7 +133,27 @@ class StageLayers:
         self._shapes: OrderedDict[Any, Any] = OrderedDict()
         self._undo: list[Callable[[], Any]] = []
         self._divide(module, plan)
-        self._wrap(module, plan)
+
+    def names_here(self) -> Iterator[str]:
+        """Yield the names of modules that run on a stage of this process."""
+        for name, _ in self.module.named_modules():
+            if not self.plan.stages_with(name).isdisjoint(self.here):
+                yield name
+
+    def replace(self, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
+        """Note that other parameters, such as parts of them, took the place of own ones.
+
+        Args:
+            before: The parameters that were replaced.
+            after: What took the place of each.
+        """
+        new = {id(old): made for old, made in zip(before, after, strict=True)}
+        for old, made in zip(before, after, strict=True):
+            self.owners[id(made)] = self.owners[id(old)]
+            self.replaced[id(old)] = old, made
+        for number, (old, made) in list(self.replaced.items()):
+            self.replaced[number] = old, new.get(id(made), made)
+        self.own = [new.get(id(parameter), parameter) for parameter in self.own]
 
     def _divide(self, module: nn.Module, plan: StagePlan) -> None:
         """Replace the weights of other stages by absent ones, and note who has which."""
@@ -171,9 +193,9 @@ class StageLayers:
                     part._buffers[key] = absent(buffer, buffer.device)
         self.own = [p for p in module.parameters() if not isinstance(p, Absent)]
 
-    def _wrap(self, module: nn.Module, plan: StagePlan) -> None:
+    def wrap(self) -> None:
         """Let layers, what contains them, and what runs before or after them, know the stage."""
-        parts = dict(module.named_modules())
+        plan, parts = self.plan, dict(self.module.named_modules())
         for index, name in enumerate(plan.layers):
             self._replace_forward(parts[name], partial(self._run_layer, index))
         for name in plan.runners:

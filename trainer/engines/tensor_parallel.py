@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatch
 from typing import Any
 
@@ -53,12 +53,20 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 _EXPERT_STYLES = {"moe_tp_experts", "packed_colwise", "grouped_gemm", "ep_dispatch_experts"}
 
 
-def split_layers(module: nn.Module, mesh: DeviceMesh | None) -> None:
+def split_layers(
+    module: nn.Module,
+    mesh: DeviceMesh | None,
+    *,
+    only: Callable[[nn.Module], bool] = lambda _: True,
+    around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Split the layers of a module by its plan, in place; tied weights stay tied.
 
     Args:
         module: The module, with the same weights on all processes.
         mesh: The mesh of the processes that share each layer; None if layers are whole.
+        only: Says which layers to split, of those that the plan names; by default all.
+        around: Returns a context in which a layer is split.
 
     Raises:
         ValueError: There is no plan, or a plan has an unknown style, names no submodule or one that
@@ -69,7 +77,9 @@ def split_layers(module: nn.Module, mesh: DeviceMesh | None) -> None:
     plans = list(_plans(module))
     with keep_ties(module):
         for part, plan in plans:
-            _carry_out(part, plan, mesh)
+            for name, layer, style in _named_by(part, plan):
+                if only(layer):
+                    _split(name, layer, style, mesh, around)
     if not plans and not any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError(
             f"tp_size is {mesh.size()}, but {type(module).__name__} does not say which layers to "
@@ -94,12 +104,14 @@ def keep_ties(module: nn.Module) -> Iterator[None]:
         _tie(module, tied)
 
 
-def _carry_out(part: nn.Module, plan: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Split the layers of a module that a plan names."""
+def _named_by(
+    part: nn.Module, plan: dict[str, Any]
+) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
+    """Yield the layers of a module that a plan names, and their styles."""
     for pattern, style in plan.items():
         layers = list(_matching(part, pattern))
         for name, layer in layers:
-            _split(name, layer, _style(style), mesh)
+            yield name, layer, _style(style)
         if not layers and not _of_transformers(part):
             names = {re.sub(r"\b\d+\b", "*", name) for name, _ in part.named_modules() if name}
             key = f"A key of the tp_plan of {type(part).__name__}"
@@ -137,15 +149,22 @@ def _matching(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]
             yield name, part
 
 
-def _split(name: str, layer: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+def _split(
+    name: str,
+    layer: nn.Module,
+    style: ParallelStyle,
+    mesh: DeviceMesh,
+    around: Callable[[nn.Module], AbstractContextManager[Any]],
+) -> None:
     """Split a layer, and adapters of peft in it."""
     peft = sys.modules.get("peft.tuners.tuners_utils")  # a layer with adapters has imported it
     if peft is not None and isinstance(layer, peft.BaseTunerLayer):
         for path, inner in _lora(name, layer, style):
-            _split(path, inner, style, mesh)
+            _split(path, inner, style, mesh, around)
         return
     try:
-        parallelize_module(layer, mesh, style)
+        with around(layer):
+            parallelize_module(layer, mesh, style)
     except NotImplementedError as error:
         raise ValueError(
             f"tp_plan splits {name}, a {type(layer).__name__}, with {type(style).__name__}, which "

@@ -143,10 +143,9 @@ class _NoCollectives(TorchDispatchMode):
             DistributedOperationException: It is a collective.
         """
         del types
-        layers = self._allowed is not None and (
-            self._allowed in args or "wait_tensor" in str(func)  # which names no group
-        )
-        if func.namespace in ("c10d", "_c10d_functional") and not layers:
+        named = [value for value in args if isinstance(value, str)]  # a group, and what it does
+        of_layers = self._allowed is not None and (self._allowed in named or not named)
+        if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and not of_layers):
             raise DistributedOperationException(f"{func} {_OTHER_STAGES}")
         return func(*args, **(kwargs or {}))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainer.engines.absent import Absent, absent, only_shapes, signature
 from trainer.engines.single import attribute_restorer
@@ -66,6 +67,7 @@ class StagePass:
         stage: The stage; None if only shapes are looked for.
         trains: Whether gradients are needed.
         received: What the stage before has sent.
+        sends: The shape of what goes to the next stage, if it is known.
         seed: What the layers draw their random numbers from.
         output: What the stage's last layer returned.
         latest: What the layer that ran last returned to the code around it.
@@ -78,6 +80,7 @@ class StagePass:
     stage: int | None
     trains: bool = False
     received: Tensor | None = None
+    sends: Boundary | None = None
     seed: int | None = None
     output: Tensor | None = None
     latest: Tensor | None = None
@@ -274,9 +277,28 @@ class StageLayers:
             return output
         if not current.recomputes:
             current.output = _first_tensor(output)
+            self._check_sent(current)
             if not current.trains:
                 raise StageEnded
         return _with_gradient(absent(output, self._device))
+
+    def _check_sent(self, current: StagePass) -> None:
+        """Check that a stage returns what was found from the shapes of the batch.
+
+        Raises:
+            RuntimeError: It has another shape, or is a ``DTensor``.
+        """
+        if current.sends is None or current.output is None:
+            return
+        found = Boundary(current.output)
+        if found != current.sends or isinstance(current.output, DTensor):
+            kind = "a DTensor, not" if isinstance(current.output, DTensor) else "whereas"
+            raise RuntimeError(
+                f"Stage {current.stage} returned {found}, {kind} {current.sends}, which was found "
+                "from the shapes of the batch: what goes from stage to stage must not depend on "
+                "values, and where layers are split it must be whole (cut the model elsewhere with "
+                "pp_split, or end a stage with a row-wise layer)."
+            )
 
     def _run_beside(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the ``forward`` of what runs before or after the layers."""

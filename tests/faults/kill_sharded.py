@@ -83,6 +83,8 @@ LAYOUTS: dict[str, tuple[int, int, Callable[[], dict[str, Any]]]] = {
     "fsdp_tp": (4, 2, lambda: fsdp(dp_shard_size=2, tp_size=2)),
     "pp": (2, 1, lambda: stages(pp_microbatches=2)),
     "pp_dp": (4, 2, lambda: stages(dp_replicate_size=2, pp_schedule="gpipe")),
+    "pp_fsdp": (4, 2, lambda: stages(dp_shard_size=2, pp_microbatches=2)),
+    "pp_tp": (4, 1, lambda: stages(tp_size=2, pp_microbatches=2)),
     "zero0": (2, 2, lambda: zero(0)),
     "zero1": (2, 2, lambda: zero(1)),
     "zero2": (2, 2, lambda: zero(2)),

@@ -13,7 +13,7 @@ from tests.faults.test_kill import sweep
 UPDATES = 8  # two epochs of four
 CALLS = 160  # about as many as rank 0 makes of those that put files on the disk
 SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp")
-STAGES = ("pp", "pp_dp")
+STAGES = ("pp", "pp_dp", "pp_fsdp", "pp_tp")
 DRIVEN = ("zero0", "zero1", "zero2", "zero3", "megatron_tp", "megatron_pp")
 PHASES = ("between", "batch", "update", "save", "save")  # see `kill_sharded.Moments`
 # Layouts with as many shares of the data: a run may change between them within an epoch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -179,6 +180,43 @@ def parameters(runs: Sequence[Run]) -> tuple[list[Parameter], list[Parameter]]:
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+class Trials(NamedTuple):
+    """The runs of a sweep.
+
+    Attributes:
+        metric: The name of the metric that most of them are measured by; None without one.
+        mode: "min" or "max".
+        names: What differs between the runs: hyper-parameters, then arguments of the Trainer.
+        rows: For each run, best first: its number, its best value of the metric and the step of
+            that, None if it has none, and its values of what differs.
+    """
+
+    metric: str | None
+    mode: str
+    names: list[str]
+    rows: list[tuple[int, tuple[float, int] | None, list[str | None]]]
+
+
+def trials(runs: Sequence[Run]) -> Trials | None:
+    """Return the runs as the trials of a sweep; None if no parameter of theirs differs."""
+    different, _ = parameters(runs)
+    if not different:
+        return None
+    measures = Counter[tuple[str | None, str]](best[:2] for run in runs if (best := run.best))
+    ((metric, mode), _), *_ = measures.most_common(1) or [((None, "min"), 0)]
+    scores = [
+        run.metrics[metric].extreme(mode) if metric is not None and metric in run.metrics else None
+        for run in runs
+    ]
+    sign = 1 if mode == "min" else -1
+    order = sorted(
+        range(len(runs)),
+        key=lambda index: sign * score[0] if (score := scores[index]) else math.inf,
+    )
+    rows = [(index, scores[index], [p.texts[index] for p in different]) for index in order]
+    return Trials(metric, mode, [parameter.name for parameter in different], rows)
 
 
 def checkpoint_metrics(run: Run, metrics: dict[str, float]) -> list[tuple[str, float]]:

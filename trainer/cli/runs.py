@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -425,39 +426,49 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read the folders, each once.
+    """Read the folders, each once; of a folder that is no run's, such as a sweep's, the runs in it.
 
     Raises:
-        CommandError: One is not that of a run.
+        CommandError: One is not that of a run, and there are no runs in it.
         OSError: A record cannot be read.
     """
     runs = []
-    for path, name in named(folders):
-        _check(path)
+    for path, name in named([run for folder in folders for run in _runs_at(folder.expanduser())]):
         runs.append(run := Run(path, name))
         run.read()
         run.examine()
     return runs
 
 
-def _check(folder: Path) -> None:
-    """Raise unless the path is the folder of a run."""
-    if folder.is_file() and folder.suffix == ".jsonl":
-        return
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
+def _runs_at(path: Path) -> list[Path]:
+    """Return the path if it is a run or a record, else the folders of the runs in it."""
+    if path.is_file() and path.suffix == ".jsonl":
+        return [path]
+    if not path.is_dir():
+        problem = "is a file" if path.exists() else "does not exist"
         raise CommandError(
-            f"{folder} {problem}; give the folder of a run, its project_dir, or a record (.jsonl)."
+            f"{path} {problem}; give the folder of a run, its project_dir, or a record (.jsonl)."
         )
-    parts = (RECORD, EVALUATIONS, ABOUT, CHECKPOINTS)
-    if any((folder / part).exists() for part in parts):
-        return
-    inside = dict.fromkeys(path.parent.name for part in parts for path in folder.glob(f"*/{part}"))
-    hint = f" There are runs in it: {', '.join(sorted(inside)[:_SHOWN])}." if inside else ""
-    raise CommandError(
-        f"{folder} is not the folder of a run: it has neither {RECORD} nor {ABOUT} nor "
-        f"{CHECKPOINTS}.{hint}"
-    )
+    if any((path / part).exists() for part in (RECORD, EVALUATIONS, ABOUT, CHECKPOINTS)):
+        return [path]
+    inside = []
+    for folder, folders, files in os.walk(path):
+        if RECORD in files or ABOUT in files:
+            inside.append(Path(folder))
+            folders.clear()  # a run has no runs in it
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    if not inside:
+        raise CommandError(
+            f"{path} is not the folder of a run: it has neither {RECORD} nor {ABOUT} nor "
+            f"{CHECKPOINTS}, and there are no runs in it."
+        )
+    return sorted(inside, key=_by_number)
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Return a key that sorts trial 10 behind trial 9."""
+    pieces = re.split(r"(\d+)", str(path))
+    return [(int(piece) if piece.isdigit() else 0, piece) for piece in pieces]
 
 
 def _problems_of(record: Record) -> list[str]:

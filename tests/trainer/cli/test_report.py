@@ -503,6 +503,36 @@ def test_what_differs_comes_first(two):
     }
 
 
+def test_the_runs_in_a_folder_are_compared_best_first(capsys):
+    """As a sweep leaves them: a trial has failed early, and another is measured otherwise."""
+    values = {0: 0.5, 1: 0.25, 9: None, 10: 0.125}
+    for number, value in values.items():
+        about = {
+            "starts": [start(0, 30, "finished")],
+            "configuration": {"max_epochs": 4},
+            "hyper_parameters": {"lr": 10.0**-number, "width": 64},
+        }
+        folder = f"sweep/2026-01-01/{number}"
+        of_run = [] if value is None else [(s, 0, s, {"val/loss": value * s}) for s in (3, 1, 2)]
+        write_run(folder, of_run, about=about)
+        write_run(f"{folder}/logs/inner", noisy(1))  # belongs to the trial
+    html = report("sweep")
+    rows = section(html, "Trials").rows()
+    assert [[cell.text for cell in row] for row in rows] == [
+        ["10", "0.125", "1", "1e-10"],
+        ["1", "0.25", "1", "0.1"],
+        ["0", "0.5", "1", "1.0"],
+        ["9", "\N{EN DASH}", "\N{EN DASH}", "1e-09"],
+    ]
+    assert [row[0].text for row in section(html, "Runs").rows()] == ["0", "1", "9", "10"]
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "run  min val/loss  lr",
+        "10   0.125         1e-10",
+        "1    0.25          0.1",
+    ]
+    assert "Trials" not in titles(report("sweep/2026-01-01/0"))
+
+
 def test_values_of_runs_stand_below_each_other(two):
     rows = section(report(*two), "Values").rows()
     assert [[row[0].text, row[1].text] for row in rows] == [
@@ -659,17 +689,17 @@ def test_images_without_tensorboard_are_a_warning(fitted, monkeypatch):
     ("words", "text"),
     [
         ("empty", "empty is not the folder of a run: it has neither metrics.jsonl"),
-        ("runs", "There are runs in it: first, second."),
+        ("runs", "runs is not the folder of a run: it has neither metrics.jsonl"),
         ("file", "is a file"),
         ("none", "does not exist"),
-        ("runs/first --output empty", "--output empty is a folder"),
+        ("other/first --output empty", "--output empty is a folder"),
     ],
 )
 def test_wrong_usage_is_refused(capsys, words, text):
     Path("empty").mkdir()
     Path("file").touch()
-    for name in ("first", "second"):
-        write_run(f"runs/{name}", noisy(1))
+    write_run("runs/.first", noisy(1))  # hidden
+    write_run("other/first", noisy(1))
     assert main(["report", *words.split()]) == 1
     assert text in capsys.readouterr().err
     assert not Path("report.html").exists()

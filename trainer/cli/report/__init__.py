@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainer.cli.parsing import CommandError, command_parser, echo
+from trainer.cli.parsing import CommandError, aligned, command_parser, echo
+
+_PRINTED = 20  # trials, the best ones
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -17,10 +19,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
         examples=[
             ("a run", "runs/digits"),
             ("three runs, compared", "runs/seed-0 runs/seed-1 runs/seed-2 --output seeds.html"),
+            ("all trials of a sweep", "runs/sweep"),
         ],
-        codes={0: "the page is written", 1: "a folder is no run's"},
+        codes={0: "the page is written", 1: "a folder has no run"},
     )
-    text = "the folder of a run (project_dir), or a record (.jsonl)"
+    text = "the folder of a run (project_dir) or of runs, or a record (.jsonl)"
     made.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR", help=text)
     text, default = "the page, replaced if it exists (default: %(default)s)", Path("report.html")
     made.add_argument("--output", type=Path, metavar="FILE", default=default, help=text)
@@ -29,18 +32,20 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page.
+    """Write the page; of runs whose parameters differ, print the best ones.
 
     Raises:
-        CommandError: A folder is not that of a run.
+        CommandError: A folder is not that of a run, and has none in it.
         OSError: A record cannot be read, or the page cannot be written.
     """
     from trainer.checkpoint.storage import write_whole
     from trainer.cli.inventory import size_text
     from trainer.cli.report.page import page
+    from trainer.cli.run_summary import short, trials
     from trainer.cli.runs import read_runs
 
-    text = page(read_runs(arguments.folders), title=arguments.title)
+    runs = read_runs(arguments.folders)
+    text = page(runs, title=arguments.title)
     output: Path = arguments.output.expanduser()
     if output.is_dir():
         raise CommandError(f"--output {output} is a folder; give the name of a file in it.")
@@ -48,5 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     # A name may contain a lone surrogate, from a path that is not UTF-8 for example.
     content = text.encode(errors="replace")
     write_whole(output, lambda file: file.write_bytes(content))
+    if (found := trials(runs)) is not None:
+        rows = [["run", f"{found.mode} {found.metric}" if found.metric else "", *found.names]]
+        rows += [
+            [runs[index].name, short(score[0]) if score else "-", *(text or "-" for text in texts)]
+            for index, score, texts in found.rows[:_PRINTED]
+        ]
+        echo(aligned(rows))
     echo(f"{output} ({size_text(len(content))})")
     return 0

@@ -91,6 +91,8 @@ def _parts(runs: Sequence[Run], axes: Sequence[Axis]) -> Iterator[dict[str, Any]
         return {"title": title, "macro": macro, "data": data}
 
     yield part("Runs", "overview", _facts(runs))
+    if (trials := run_summary.trials(runs)) is not None:
+        yield part("Trials", "trials", trials)
     if events := list(_events(runs)):
         yield part("Warnings and events", "events", events)
     sections: dict[str, list[Chart]] = defaultdict(list)

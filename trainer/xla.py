@@ -20,6 +20,7 @@ from trainer import environment
 
 _graphs = 0  # the number of graphs that `sync` has ended
 _device: torch.device | None = None  # once it is in use
+_connected = False  # whether the runtime knows the devices of all processes
 _mesh: Any = None  # of all devices, once a batch was divided over them
 
 
@@ -34,19 +35,100 @@ def is_available() -> bool:
     return named.lower() not in environment.FALSE and is_installed()
 
 
+def chip_count() -> int:
+    """Return the number of TPU chips of this machine; 0 if torch_xla is not installed."""
+    if not is_installed():
+        return 0
+    with environment.defaulting("PJRT_DEVICE", "TPU"):  # else the import of torch_xla chooses one
+        return int(import_module("torch_xla._internal.tpu").num_available_chips())
+
+
 def is_initialized() -> bool:
     """Return whether this process uses an XLA device."""
     return _device is not None
 
 
-def start() -> torch.device:
-    """Return the XLA device of this process, whose generator has torch's seed from now on."""
-    global _device
+def launched() -> environment.Launch | None:
+    """Return the place of this process among those of ``torch_xla.launch``; None without it."""
+    processes = environment.read_int("PJRT_LOCAL_PROCESS_COUNT")
+    runtime = import_module("torch_xla.runtime")
+    if processes is None or runtime.world_size() == 1:
+        return None
+    return environment.Launch(
+        launcher="torch_xla",
+        rank=runtime.global_ordinal(),
+        world_size=runtime.world_size(),
+        local_rank=environment.read_int("PJRT_LOCAL_PROCESS_RANK") or 0,
+        local_world_size=processes,
+    )
+
+
+def start(launch: environment.Launch | None = None) -> torch.device:
+    """Return the XLA device of this process, whose generator has torch's seed from now on.
+
+    Args:
+        launch: The place of this process among several; None for one process.
+
+    Raises:
+        ValueError: There are several processes, and one has more than one device.
+    """
+    global _device, _connected
     if _device is None:
+        if launch is not None and launch.world_size > 1:
+            _connected = _connect(launch)
         _device = import_module("torch_xla").device()
         manual_seed(torch.initial_seed())
     assert _device is not None
     return _device
+
+
+def _connect(launch: environment.Launch) -> bool:
+    """Give this process its device; return whether the devices of all processes are connected.
+
+    Those of a TPU are. On ``PJRT_DEVICE=CPU`` each process has a runtime of its own.
+    """
+    if launch.launcher != "torch_xla":
+        # What torch_xla.launch does in each of its processes. No public function does it alone.
+        processes = import_module("torch_xla._internal.pjrt")
+        processes.initialize_multiprocess(launch.local_rank, launch.local_world_size)
+    runtime = import_module("torch_xla.runtime")
+    devices, everywhere = runtime.addressable_device_count(), runtime.world_size()
+    if environment.read_flag("XLA_USE_SPMD") or devices > 1:
+        raise ValueError(
+            f"There are several processes, and this one uses {devices} XLA device(s), with SPMD or "
+            "in threads; each must have one. Start one process that calls "
+            "torch_xla.runtime.use_spmd(), or one for each device without it; on "
+            "PJRT_DEVICE=CPU unset CPU_NUM_DEVICES."
+        )
+    if everywhere not in (1, launch.world_size):
+        raise ValueError(
+            f"There are {launch.world_size} processes, but the XLA runtime has {everywhere} "
+            "devices: start one process for each device of all machines."
+        )
+    return bool(everywhere > 1)
+
+
+def reduces(dtype: torch.dtype) -> bool:
+    """Return whether `all_reduce` reaches all processes, and takes tensors of a dtype.
+
+    The compiler of TPUs knows no all-reduce of 64-bit numbers (pytorch/xla, issue 1952).
+    """
+    return _connected and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def all_reduce(tensor: Tensor, operation: str = "sum") -> None:
+    """All-reduce a tensor over the devices of all processes, in place.
+
+    It is a graph of its own. The programs of all processes must be equal where they wait for each
+    other, and what was recorded before may differ: one process has a shorter batch, or none.
+
+    Args:
+        tensor: The tensor, without a graph of autograd.
+        operation: ``"sum"``, ``"min"`` or ``"max"``.
+    """
+    sync()
+    _xla_model().all_reduce(operation, [tensor], pin_layout=False)
+    sync()
 
 
 def sync() -> None:

@@ -80,6 +80,8 @@ VARIABLES: Mapping[str, str] = {
     "MPI_LOCALRANKID": f"{_MPI}: the rank on this machine",
     "MPI_LOCALNRANKS": f"{_MPI}: the processes of this machine",
     "PJRT_DEVICE": "torch_xla: the kind of device, such as `TPU`",
+    "PJRT_LOCAL_PROCESS_RANK": "torch_xla: the rank on this machine",
+    "PJRT_LOCAL_PROCESS_COUNT": "torch_xla: the processes of this machine",
     "TPU_NAME": "torch_xla: the TPU to use",
     "XLA_USE_BF16": "refused: it would change the dtype of all tensors",
     "XLA_DOWNCAST_BF16": "refused: it would change the dtype of all tensors",

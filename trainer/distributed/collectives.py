@@ -14,7 +14,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed import guards, transport
@@ -186,7 +185,7 @@ def _sum(tensor: Tensor) -> Tensor:
     )
     total.copy_(tensor.detach())
     if PartialState().num_processes > 1 and total.numel():
-        dist.all_reduce(total)
+        transport.all_reduce(total)
     return total
 
 

@@ -41,7 +41,8 @@ _GUARDED = (
 
 def device_types(group: dist.ProcessGroup | None = None) -> set[str]:
     """Return the device types of the tensors that a process group can send."""
-    return {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
+    types = {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
+    return types | {"xla"} if "cpu" in types else types  # through the host; see `transport`
 
 
 def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -62,6 +63,9 @@ def all_gather_rows(
         group: The process group; None means the default group.
         operation: The operation, for the warning if this waits for long; None never warns.
     """
+    if tensor.device.type == "xla":
+        of_hosts = all_gather_rows(read_back(tensor), group, operation=operation)
+        return of_hosts.to(tensor.device)
     local = dense(tensor)
     size = dist.get_world_size(group)
     result = local.new_empty((size, *local.shape))

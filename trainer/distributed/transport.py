@@ -1,4 +1,4 @@
-"""Building blocks: broadcast bytes, sum small vectors, copy to the host, pickle objects."""
+"""Building blocks: broadcast, all-reduce, sum small vectors, copy to the host, pickle objects."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer import xla
 from trainer.distributed.guards import read_back, waiting
 from trainer.state import PartialState
 from trainer.tree import as_bytes, dense, start_copy_to_host
@@ -19,8 +20,39 @@ from trainer.tree import as_bytes, dense, start_copy_to_host
 
 def send(tensor: Tensor, from_process: int) -> None:
     """Broadcast a dense tensor from one process, in place."""
-    if tensor.numel():
+    if not tensor.numel():
+        return
+    if tensor.device.type != "xla":
         dist.broadcast(as_bytes(tensor), src=from_process)
+        return
+    host = read_back(tensor)
+    dist.broadcast(as_bytes(host), src=from_process)
+    tensor.copy_(host)
+
+
+def all_reduce(
+    tensor: Tensor,
+    operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """All-reduce a tensor, in place; a collective call.
+
+    The process group knows nothing of XLA devices: their tensors are reduced over the devices where
+    these can (see `xla.reduces`), and else over the hosts.
+
+    Args:
+        tensor: The tensor, without a graph of autograd.
+        operation: ``dist.ReduceOp.SUM``, ``MIN`` or ``MAX``.
+        group: The processes; None means all.
+    """
+    if tensor.device.type != "xla":
+        dist.all_reduce(tensor, operation, group=group)
+    elif group is None and xla.reduces(tensor.dtype):
+        xla.all_reduce(tensor, operation.name.lower())
+    else:
+        host = read_back(tensor)
+        dist.all_reduce(host, operation, group=group)
+        tensor.copy_(host)
 
 
 def sum_numbers(vector: Tensor) -> None:
@@ -34,7 +66,7 @@ def sum_numbers(vector: Tensor) -> None:
         vector: A contiguous tensor of shape (numbers,).
     """
     if vector.device.type != "cpu":
-        dist.all_reduce(vector)
+        all_reduce(vector)
         return
     processes = dist.get_world_size()
     of_all = vector.new_zeros(processes, len(vector))  # which a fake group of torch 2.11 leaves

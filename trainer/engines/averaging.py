@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.distributed.guards import read_back
+from trainer.distributed.transport import all_reduce
 from trainer.optim.optimizer import parameters_of
 
 
@@ -65,14 +66,14 @@ def _layouts(tables: list[nn.Parameter], group: dist.ProcessGroup | None) -> lis
     if not tables:
         return []
     layouts = torch.tensor(list(map(_layout, tables)), device=tables[0].device)
-    dist.all_reduce(layouts, dist.ReduceOp.MAX, group=group)
+    all_reduce(layouts, dist.ReduceOp.MAX, group)
     return read_back(layouts).tolist()
 
 
 def _average_rows(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
     """All-reduce a gradient that is sparse or missing on every process."""
     total = no_rows(parameter) if parameter.grad is None else parameter.grad.coalesce()
-    dist.all_reduce(total, group=group)
+    all_reduce(total, group=group)
     parameter.grad = total / dist.get_world_size(group)
 
 
@@ -89,7 +90,7 @@ def _average_same_layout(parameters: list[nn.Parameter], group: dist.ProcessGrou
     # Created on the host, because creating it on the accelerator would synchronize.
     counts = torch.tensor(present, dtype=parts[0].dtype).to(parts[0].device, non_blocking=True)
     flat = torch.cat([part.reshape(-1) for part in (*parts, counts)])
-    dist.all_reduce(flat, group=group)
+    all_reduce(flat, group=group)
     means = (flat[: -len(present)] / dist.get_world_size(group)).split(
         [part.numel() for part in parts]
     )

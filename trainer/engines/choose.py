@@ -42,9 +42,11 @@ def choose_engine(options: EngineOptions, *, automatic: bool = False) -> Engine:
             f"{config.total_size}; the number of processes is {options.world_size}."
         )
     if options.device.type == "xla":
-        from trainer.engines.xla import XLADevice
+        from trainer.engines.xla import XLADevice, XLAReplicas
 
-        return XLADevice(options)
+        if options.world_size == 1:
+            return XLADevice(options)
+        return XLAReplicas(options, in_backward=automatic)
     if options.world_size == 1:
         return SingleDevice(options)
     if config is not None and config.pp_enabled:

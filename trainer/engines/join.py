@@ -204,6 +204,11 @@ def _is_even(loader: Any) -> bool:
 
 
 def _check_whole(joinables: Sequence[Any]) -> None:
+    if PartialState().device.type == "xla":
+        raise ValueError(
+            "join_uneven_inputs needs DDP, which knows no XLA devices. Use even_batches=True, or "
+            "the Trainer, in which a process without a batch runs a dummy batch."
+        )
     for joinable in joinables:
         if isinstance(joinable, nn.Module) and any(
             hasattr(p, "to_local") for p in joinable.parameters()

@@ -22,17 +22,17 @@ from trainer.launch.configuration import (
 class ClusterConfig:
     """The keys of the file of `trainer config`, as accelerate names them.
 
-    `LaunchConfiguration` describes those that have an effect. Those about TPUs, MPI and
+    `LaunchConfiguration` describes those that have an effect. Those about clusters of TPUs, MPI and
     ``same_network`` have none, and are not written.
 
     Attributes:
-        distributed_type: ``"NO"``, ``"MULTI_CPU"``, ``"MULTI_GPU"``, ``"MULTI_XPU"``, ``"FSDP"``,
-            ``"DEEPSPEED"`` or ``"MEGATRON_LM"``.
+        distributed_type: ``"NO"``, ``"MULTI_CPU"``, ``"MULTI_GPU"``, ``"MULTI_XPU"``, ``"XLA"``,
+            ``"FSDP"``, ``"DEEPSPEED"`` or ``"MEGATRON_LM"``.
         num_processes: The number on all machines together; -1 leaves it to the command line.
 
     Raises:
-        ValueError: A value is outside its choices, values contradict each other, or SageMaker or a
-            TPU is asked for.
+        ValueError: A value is outside its choices, values contradict each other, or SageMaker is
+            asked for.
         TypeError: A value has the wrong type.
     """
 

@@ -34,27 +34,29 @@ from trainer.launch.settings import (
 from trainer.strict_json import dumps
 
 _SUPPORTED = (
-    "This release trains on one device, data parallel on several CPU processes, CUDA or XPU "
+    "This release trains on one device, data parallel on several CPU processes, CUDA, XPU or XLA "
     "devices, or divided over them by FSDP, DeepSpeed or Megatron-LM"
 )
-_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
-_REFUSED_TYPES = ("XLA", "TPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "XLA", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+_REFUSED_TYPES = ("MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
 _OF_TYPES = {
     "fsdp_config": "FSDP",
     "deepspeed_config": "DEEPSPEED",
     "megatron_lm_config": "MEGATRON_LM",
 }
+_FLAG_OF_TYPES = {"MULTI_CPU": "use_cpu", "XLA": "tpu", "TPU": "tpu"}
+STARTED_ON_EACH = "start the command on each machine of a TPU"
 # Keys that have no effect here, and why.
 _TPU = "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env"
 _UNUSED = {
-    **dict.fromkeys([*_TPU.split(), "commands", "command_file"], "it is about TPUs"),
+    **dict.fromkeys([*_TPU.split(), "commands", "command_file"], STARTED_ON_EACH),
     "mpirun_config": "to start processes with MPI, run `mpirun -np 4 trainer launch script.py`",
     "ipex_config": "its functions are part of torch now",
 }
 _SILENT = ("main_training_function", "same_network")  # no effect either, but in every file
 _OFF: tuple[Any, ...] = (None, False, "no", "NO", "", [], {})
 _FLAGS = (
-    *("use_cpu", "debug", "enable_cpu_affinity"),
+    *("use_cpu", "tpu", "debug", "enable_cpu_affinity"),
     *(name for name, each in DYNAMO.items() if each.kind == "flag"),
 )
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -80,6 +82,7 @@ class LaunchConfiguration:
         main_process_ip: The name or address of machine 0.
         main_process_port: A free port of machine 0; 0 finds one if there is a single machine.
         use_cpu: Use the CPU even if there is an accelerator.
+        tpu: Use the TPU, ``PJRT_DEVICE=TPU``, unless that variable names another device.
         gpu_ids: The devices of this machine to use, ``"0,1"``, or ``"all"``.
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
         gradient_accumulation_steps: Micro-batches per update.
@@ -117,6 +120,7 @@ class LaunchConfiguration:
     main_process_ip: str | None = None
     main_process_port: int | None = None
     use_cpu: bool | None = None
+    tpu: bool | None = None
     gpu_ids: str | None = None
     mixed_precision: str | None = None
     gradient_accumulation_steps: int | None = None
@@ -200,6 +204,7 @@ class LaunchConfiguration:
             "OMP_NUM_THREADS": self.num_cpu_threads_per_process,
             **variables_of(self._sections),
             **fp8_variables(self.fp8_config),
+            "PJRT_DEVICE": environment.read("PJRT_DEVICE") or "TPU" if self.tpu else None,
             "CUDA_VISIBLE_DEVICES": None if self.gpu_ids == "all" else self.gpu_ids,
         }
         return {
@@ -292,8 +297,8 @@ def parse_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         if settings.get("distributed_type") == kind:
             arguments.setdefault(name, {})
     _take_accumulation(arguments)
-    if settings.get("distributed_type") == "MULTI_CPU":
-        arguments["use_cpu"] = True
+    if settings.get("distributed_type") in _FLAG_OF_TYPES:
+        arguments[_FLAG_OF_TYPES[settings["distributed_type"]]] = True
     if arguments.get("num_processes") == -1:  # stands for "given on each command line"
         del arguments["num_processes"]
     return arguments, notes
@@ -322,7 +327,8 @@ def _check_supported(settings: Mapping[str, Any]) -> None:
             f"distributed_type is {kind!r}, which is not supported yet. {_SUPPORTED}: "
             f"distributed_type may be {', '.join(_TYPES)}."
         )
-    check_choice("distributed_type", kind, _TYPES)
+    if kind != "TPU":  # the earlier name of XLA
+        check_choice("distributed_type", kind, _TYPES)
     for name, its_kind in _OF_TYPES.items():
         if settings.get(name) and kind != its_kind:
             raise ValueError(
@@ -342,6 +348,8 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
     for name, its_kind in _OF_TYPES.items():
         if getattr(configuration, name) is not None:
             kind, several = its_kind, True
+    if configuration.tpu:
+        kind, several = "XLA", True
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": bool(configuration.debug),
@@ -361,7 +369,7 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
     written = {key: value for key, value in values.items() if value is not None}
     for field in fields(configuration):  # our own, only if needed: accelerate refuses such files
         value = getattr(configuration, field.name)
-        if field.name not in (*values, *DYNAMO) and value != field.default:
+        if field.name not in (*values, *DYNAMO, "tpu") and value != field.default:
             written[field.name] = value
     if configuration.deepspeed_config is not None and "gradient_accumulation_steps" in written:
         steps = written.pop("gradient_accumulation_steps")  # accelerate has it there
@@ -425,6 +433,14 @@ def accelerators() -> int:
         import torch
 
     return torch.accelerator.device_count()
+
+
+def tpu_chips() -> int:
+    """Return how many TPU chips this machine has."""
+    with sigint_default():
+        from trainer import xla
+
+    return xla.chip_count()
 
 
 def load_settings(place: Path, *, quiet: bool = False) -> dict[str, Any]:

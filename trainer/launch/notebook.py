@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer import environment
+from trainer import environment, xla
 from trainer.checks import check_counts
 from trainer.enums import PrecisionType
 from trainer.state import AcceleratorState, GradientState, PartialState
@@ -47,8 +47,8 @@ def notebook_launcher(
     Args:
         function: Does the whole training. It creates its own `Accelerator` or `Trainer`.
         args: Its arguments.
-        num_processes: The number of processes on this machine; by default one per accelerator, or
-            one if there is none.
+        num_processes: The number of processes on this machine; by default one per accelerator or,
+            with ``PJRT_DEVICE=TPU``, chip; or one if there is none.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``, unless the function's `Accelerator`
             sets it.
         use_port: The port where the processes meet; by default a free one, or 29500 with several
@@ -79,7 +79,8 @@ def notebook_launcher(
         ImportError: cloudpickle is not installed.
     """
     if num_processes is None:
-        num_processes = max(torch.accelerator.device_count(), 1)
+        tpu = environment.read("PJRT_DEVICE") == "TPU"
+        num_processes = max(xla.chip_count() if tpu else torch.accelerator.device_count(), 1)
     _check(function, args, num_processes, num_nodes, node_rank)
     precision = PrecisionType.parse(mixed_precision, "mixed_precision")
     if num_processes == num_nodes == 1:

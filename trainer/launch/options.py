@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.configuration.fields import Setting
 from trainer.enums import DynamoBackend, PrecisionType
+from trainer.launch.configuration import STARTED_ON_EACH
 from trainer.launch.settings import (
     DYNAMO,
     FP8,
@@ -22,15 +23,15 @@ from trainer.launch.settings import (
     truth,
 )
 
-_TPU = "it is about TPUs: one process trains on all of a machine (torch_xla.runtime.use_spmd)"
+_TPU = f"{STARTED_ON_EACH}, such as by gcloud compute tpus tpu-vm ssh NAME --worker=all"
 _SAGEMAKER = "Amazon SageMaker has a launcher of its own, which starts processes as torchrun does"
 # Options of the documented API that are not supported, and why.
 REFUSED = {
-    **dict.fromkeys(["tpu", "tpu_cluster", "tpu_use_sudo", "vm", "env"], _TPU),
+    **dict.fromkeys(["tpu_cluster", "tpu_use_sudo", "vm", "env"], _TPU),
     **dict.fromkeys(["aws_access_key_id", "aws_secret_access_key"], _SAGEMAKER),
     "mpirun_hostfile": "call MPI: mpirun -hostfile FILE -np 4 trainer launch script.py",
 }
-_REFUSED_FLAGS = ("tpu", "tpu_cluster", "tpu_use_sudo")
+_REFUSED_FLAGS = ("tpu_cluster", "tpu_use_sudo")
 
 
 class _OneSpelling(argparse.RawDescriptionHelpFormatter):
@@ -80,6 +81,7 @@ def _processes(parser: argparse.ArgumentParser) -> None:
     _add(group, "--nproc_per_node", type=count, metavar="N", help=what)
     _add(group, "--cpu", help="use the CPU even if there is an accelerator")
     _add(group, "--multi_gpu", help="use every accelerator of this machine, whatever the file says")
+    _add(group, "--tpu", help="use the TPU (PJRT_DEVICE), by default a process for each chip")
     _add(group, "--gpu_ids", metavar="IDS", help="the devices to use: 0,1 or all")
     kinds = group.add_mutually_exclusive_group()
     kinds.add_argument("-m", "--module", action="store_true", help="run a module, as python -m")

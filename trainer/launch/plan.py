@@ -28,6 +28,7 @@ from trainer.launch.configuration import (
     default_path,
     device_count,
     load_settings,
+    tpu_chips,
 )
 from trainer.launch.entry import SHUTDOWN_TIMEOUT
 from trainer.launch.options import REFUSED, add_options
@@ -132,6 +133,8 @@ def _check(arguments: argparse.Namespace) -> None:
         problem = "the script is missing."
     elif arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):
         problem = "--cpu uses no device: omit --multi_gpu and --gpu_ids."
+    elif arguments.tpu and (arguments.cpu or arguments.multi_gpu or arguments.gpu_ids):
+        problem = "--tpu uses neither the CPU nor GPUs: omit --cpu, --multi_gpu and --gpu_ids."
     elif {"num_processes", "nproc_per_node"} <= given:
         problem = (
             "--num_processes counts the processes of all machines, --nproc_per_node those of this "
@@ -178,14 +181,19 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
     if arguments.nnodes and arguments.nnodes[0] == arguments.nnodes[1]:  # torchrun's --nnodes 2
         from_command_line["num_machines"] = arguments.nnodes[0]
     if arguments.cpu:
-        from_command_line |= {"use_cpu": True, "gpu_ids": None}
+        from_command_line |= {"use_cpu": True, "gpu_ids": None, "tpu": None}
+    if arguments.tpu:
+        from_command_line |= {"use_cpu": None, "gpu_ids": None}
     if arguments.multi_gpu or arguments.gpu_ids:
-        from_command_line["use_cpu"] = False
+        from_command_line |= {"use_cpu": False, "tpu": None}
     if arguments.nproc_per_node:
         machines = from_command_line.get("num_machines", from_file.get("num_machines", 1))
         from_command_line["num_processes"] = arguments.nproc_per_node * machines
     elif "num_processes" not in from_command_line and (
-        arguments.multi_gpu or "num_machines" in from_command_line or "gpu_ids" in from_command_line
+        arguments.multi_gpu
+        or arguments.tpu
+        or "num_machines" in from_command_line
+        or "gpu_ids" in from_command_line
     ):
         from_file.pop("num_processes", None)  # it was meant for other machines or devices
     _take_sharding(arguments, from_file, from_command_line)
@@ -280,6 +288,13 @@ def _processes(arguments: argparse.Namespace, configuration: LaunchConfiguration
         count = configuration.num_processes // configuration.num_machines
     elif configuration.gpu_ids not in (None, "all"):
         count = len(str(configuration.gpu_ids).split(","))
+    elif configuration.tpu:
+        count = tpu_chips()
+        if not count:
+            raise argparse.ArgumentTypeError(
+                "--tpu starts a process for each chip, but this machine has no TPU chips, or "
+                "torch_xla is not installed: pass --num_processes."
+            )
     else:
         count = 1 if _on_cpu(configuration) else max(1, device_count())
     if arguments.multi_gpu and count < 2:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.distributed.guards import read_back
 from trainer.distributed.objects import all_gather_object, broadcast_object
-from trainer.distributed.transport import sum_numbers
+from trainer.distributed.transport import all_reduce, sum_numbers
 from trainer.errors import MetricError
 from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, is_collective
 from trainer.metrics.computing import computing, forget_computed
@@ -108,7 +108,7 @@ class Reduction:
                 vector = self._vector(
                     [cells.cells[name].total if name in cells.cells else empty for name in names]
                 )
-                dist.all_reduce(vector, op=operation)
+                all_reduce(vector, operation)
                 reduced.update(zip(names, vector, strict=True))
         return reduced
 

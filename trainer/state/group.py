@@ -89,7 +89,8 @@ def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
         cpu: Use the CPU even if there is an accelerator.
 
     Raises:
-        ValueError: There are more processes than devices, or MPS is named for several processes.
+        ValueError: There are more processes than devices, MPS is named for several processes, or
+            see `xla.start`.
         RuntimeError: ``ACCELERATE_TORCH_DEVICE`` names no device of torch.
         NotImplementedError: See `check_not_xla`.
     """
@@ -102,12 +103,12 @@ def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
     if kind.type == "cpu":
         return kind
     if kind.type == "xla":
-        if launch.world_size > 1:
-            raise NotImplementedError(
-                f"There are {launch.world_size} processes, and PJRT_DEVICE asks for XLA devices, "
-                "which train in one process: start one, or unset PJRT_DEVICE."
+        if dist.is_initialized() and dist.get_backend() == "xla":
+            raise ValueError(
+                "The process group has the backend 'xla', which sends nothing from the host. Leave "
+                "out init_process_group: the Trainer and the Accelerator call it."
             )
-        return xla.start()
+        return xla.start(launch)
     if kind.type == "mps":
         # There is only one MPS device, and it has no collectives. Several processes use the CPU.
         return torch.device("mps" if launch.world_size == 1 else "cpu")
@@ -136,7 +137,19 @@ def _named_device(named: str, launch: environment.Launch) -> torch.device:
     return torch.device(device.type, launch.local_rank)
 
 
-def adopt_group(launch: environment.Launch) -> environment.Launch:
+def detect_launch(*, cpu: bool) -> environment.Launch:
+    """Return the launch of this process, also that of ``torch_xla.launch`` unless `cpu`.
+
+    Raises:
+        ValueError: See `environment.detect_launch`.
+    """
+    launch = environment.detect_launch()
+    if launch.launcher == "none" and not cpu and xla.is_available():
+        launch = xla.launched() or launch
+    return _adopt_group(launch)
+
+
+def _adopt_group(launch: environment.Launch) -> environment.Launch:
     """Return the rank and world size of an existing process group, if there is one.
 
     The script may have created the group without a launcher, so the launcher's environment
@@ -176,8 +189,9 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
         )
     chosen = {name: value for name, value in kwargs.items() if value is not None}
     backend = chosen.pop("backend", None)
-    if backend is None or (backend == "nccl" and device.type != "cuda"):
-        # "nccl" is the default of the documented API, so scripts pass it on any device.
+    if backend in (None, "xla") or (backend == "nccl" and device.type != "cuda"):
+        # "nccl" is the default of the documented API, so scripts pass it on any device. "xla" sends
+        # nothing from the host; see `trainer.distributed.transport.all_reduce`.
         backend = _BACKENDS.get(device.type, "gloo")
     for part in str(backend).split(","):  # such as cpu:gloo,cuda:nccl
         name = part.rpartition(":")[2]
@@ -209,6 +223,8 @@ def _rendezvous(launch: environment.Launch, timeout: timedelta | None) -> dict[s
     Raises:
         ValueError: ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
     """
+    if launch.launcher == "torch_xla":  # which knows the machine of rank 0
+        return {"init_method": "xla://"}
     if launch.master_addr is None or launch.master_port is None:
         raise ValueError(
             f"{launch.launcher} started {launch.world_size} processes, but MASTER_ADDR and "

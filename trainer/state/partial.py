@@ -48,9 +48,10 @@ class PartialState(Shared):
 
     Raises:
         ValueError: The launcher's variables contradict each other; there are more processes than
-            devices on this machine; or `cpu` is requested after an accelerator was chosen.
+            devices on this machine, or more XLA devices than one for each of several processes; or
+            `cpu` is requested after an accelerator was chosen.
         NotImplementedError: The environment asks for XLA devices, such as by ``PJRT_DEVICE``, and
-            torch_xla is not installed, or there are several processes.
+            torch_xla is not installed.
         AttributeError: An attribute is assigned to, or is read after ``_reset_state``.
     """
 
@@ -86,7 +87,7 @@ class PartialState(Shared):
             )
         cpu = cpu or environment.read_flag("ACCELERATE_USE_CPU")
         debug = environment.read_flag("ACCELERATE_DEBUG_MODE")
-        launch = joining.adopt_group(environment.detect_launch())
+        launch = joining.detect_launch(cpu=cpu)
         device = joining.pick_device(launch, cpu=cpu)
         _make_current(device)
         if environment.read_flag("ACCELERATE_CPU_AFFINITY"):

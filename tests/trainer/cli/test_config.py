@@ -153,12 +153,25 @@ def test_settings_of_later_releases_are_variables():
     }
 
 
+@pytest.mark.parametrize("kind", ["XLA", "TPU"])
+def test_a_file_may_ask_for_a_tpu(monkeypatch, kind):
+    found, notes = read(f"distributed_type: {kind}\nnum_processes: 8\ntpu_use_cluster: true\n")
+    assert found == LaunchConfiguration(num_processes=8, tpu=True)
+    assert notes == ["tpu_use_cluster is not used: start the command on each machine of a TPU."]
+    assert found.variables == {"PJRT_DEVICE": "TPU"}
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert found.variables == {"PJRT_DEVICE": "CPU"}  # to try it
+    write_file(Path("written.yaml"), found)
+    assert yaml.safe_load(Path("written.yaml").read_text())["distributed_type"] == "XLA"
+    assert read(Path("written.yaml").read_text())[0].tpu
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("num_procesess: 2", "a key is 'num_procesess'.*Did you mean 'num_processes'"),
         ("dynamo_config: {backend: no}", "a key of dynamo_config is 'backend'"),
-        ("distributed_type: TPU", "not supported yet.*may be NO, MULTI_CPU"),
+        ("distributed_type: MULTI_NPU", "not supported yet.*may be NO, MULTI_CPU"),
         ("distributed_type: MULTI_CPUS", "Did you mean 'MULTI_CPU'"),
         (
             "fsdp_config: {fsdp_version: 2}",

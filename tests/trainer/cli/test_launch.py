@@ -795,8 +795,8 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--sbatch=--mem=4G train.py", 2, "--sbatch belongs to --slurm"),
         ("--slurm --max_restarts 2 train.py", 2, "SLURM itself requeues a job"),
         ("--nnodes 1:2 --num_machines 2 train.py", 2, "--nnodes replaces --num_machines"),
-        ("--tpu train.py", 2, "--tpu is not supported: it is about TPUs"),
-        ("--env A=1 train.py", 2, "--env is not supported: it is about TPUs"),
+        ("--tpu --cpu train.py", 2, "--tpu uses neither the CPU nor GPUs"),
+        ("--env A=1 train.py", 2, "--env is not supported: start the command on each machine"),
         ("--aws_access_key_id 1 train.py", 2, "Amazon SageMaker has a launcher of its own"),
         ("--mpirun_hostfile hosts train.py", 2, "mpirun -hostfile FILE -np 4 trainer launch"),
         (
@@ -828,6 +828,19 @@ def test_a_program_launches_a_script_and_goes_on(processes):
     assert Path("ran").exists()
     with pytest.raises(SystemExit, match="3"):
         launch_command(launch_command_parser().parse_args([*words, "3"]))
+
+
+def test_a_tpu_is_asked_for_by_its_variable(monkeypatch):
+    write("train.py", "")
+    Path("mine.yaml").write_text("use_cpu: true\nnum_processes: 3\n")
+    found = plan("--config_file", "mine.yaml", "--tpu", "--num_processes", "4", "train.py")
+    assert (found.processes, found.variables["PJRT_DEVICE"]) == (4, "TPU")
+    assert "ACCELERATE_USE_CPU" not in found.variables
+    with pytest.raises(argparse.ArgumentTypeError, match="this machine has no TPU chips"):
+        plan("--config_file", "mine.yaml", "--tpu", "train.py")
+    Path("mine.yaml").write_text("distributed_type: XLA\nnum_processes: 8\n")
+    assert plan("--config_file", "mine.yaml", "train.py").processes == 8
+    assert "PJRT_DEVICE" not in plan("--config_file", "mine.yaml", "--cpu", "train.py").variables
 
 
 def test_options_after_the_script_are_its_own():

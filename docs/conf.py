@@ -12,9 +12,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "extensions")]
 
 from trainer._siblings import version as cadence_version  # noqa: E402 - needs the path
 
-# What notebooks and parsers show must not depend on the machine that builds the site.
-os.environ.update(  # noqa: TID251 - of this process and the kernels that it starts
+# For parsers and the kernels of notebooks: this environment's commands, and no network.
+os.environ.update(  # noqa: TID251 - nothing of Cadence is read here
     {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # noqa: TID251
         "COLUMNS": "88",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -43,7 +44,8 @@ nitpicky = True
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
 myst_heading_anchors = 4  # as GitHub makes them
 nb_execution_mode = "force"
-nb_execution_timeout = 60
+nb_execution_timeout = 300  # seconds a cell, on a busy machine
+nb_ipywidgets_js = {}  # from a CDN; the notebooks have no widgets
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_merge_streams = True

@@ -128,13 +128,12 @@ class _NoCollectives(TorchDispatchMode):
     """Forbids the collectives of torch; it sees each operation, which takes time.
 
     Args:
-        allowed: The name of the group of processes that share layers, whose collectives are those
-            of the layers; None without such layers.
+        allows: Returns whether they are those of layers that processes share.
     """
 
-    def __init__(self, allowed: str | None) -> None:
+    def __init__(self, allows: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._allowed = allowed
+        self._allows = allows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation.
@@ -143,9 +142,7 @@ class _NoCollectives(TorchDispatchMode):
             DistributedOperationException: It is a collective.
         """
         del types
-        named = [value for value in args if isinstance(value, str)]  # a group, and what it does
-        of_layers = self._allowed is not None and (self._allowed in named or not named)
-        if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and not of_layers):
+        if func.namespace in ("c10d", "_c10d_functional") and not self._allows():
             raise DistributedOperationException(f"{func} {_OTHER_STAGES}")
         return func(*args, **(kwargs or {}))
 
@@ -187,7 +184,6 @@ class Pipeline(SingleDevice):
         data = tuple(name for name in names if name.startswith("dp_"))
         self._data_mesh = mesh[data] if "dp_shard" in names else None
         self._tp_mesh = mesh["tp"] if "tp" in names else None
-        self._tp_group = None if self._tp_mesh is None else self._tp_mesh.get_group().group_name
         dp_rank, dp_size = rank_along(mesh, data)
         self._place: int = mesh.get_local_rank("pp")
         self._stages = config.pp_size * (config.pp_stages_per_rank or 1)
@@ -541,9 +537,12 @@ class Pipeline(SingleDevice):
     @contextmanager
     def _without_collectives(self, *, first: bool) -> Iterator[None]:
         """Forbid collectives in the user's step; those of torch itself in a `first` one alone."""
-        mode: Any = _NoCollectives(self._tp_group) if first else nullcontext()
+        mode: Any = _NoCollectives(self._in_shared_layer) if first else nullcontext()
         with forbid_collectives(_OTHER_STAGES), mode:
             yield
+
+    def _in_shared_layer(self) -> bool:
+        return self._tp_mesh is not None and self.layers.in_own_layer
 
     def _seed_of(self, number: int) -> int:
         return mix(self._seed, self.parallel.dp_rank, self._batches, number)

@@ -111,6 +111,7 @@ class StageLayers:
         replaced: The parameters that were replaced and what took their place, by the ``id`` of
             each; the old ones are kept, so that no ``id`` recurs.
         current: The pass that runs; None outside of steps.
+        in_own_layer: Whether a layer of this process runs, and not the code around the layers.
 
     Raises:
         ValueError: It was divided into other stages before.
@@ -132,6 +133,7 @@ class StageLayers:
         self.owners: dict[int, tuple[int, ...]] = {}
         self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.current: StagePass | None = None
+        self.in_own_layer = False
         # What modules of other stages return, by what they get.
         self._shapes: OrderedDict[Any, Any] = OrderedDict()
         self._undo: list[Callable[[], Any]] = []
@@ -272,7 +274,7 @@ class StageLayers:
             if current.received is not None:
                 args, kwargs = _received_in(args, kwargs, current.received, plan.layers[index])
         check_known(args, kwargs, plan.layers[index])
-        output = forward(*args, **kwargs)
+        output = self._run_own(forward, args, kwargs)
         if index != here[-1] or stage == self.plan.stages - 1:
             return output
         if not current.recomputes:
@@ -281,6 +283,13 @@ class StageLayers:
             if not current.trains:
                 raise StageEnded
         return _with_gradient(absent(output, self._device))
+
+    def _run_own(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        before, self.in_own_layer = self.in_own_layer, True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.in_own_layer = before
 
     def _check_sent(self, current: StagePass) -> None:
         """Check that a stage returns what was found from the shapes of the batch.
@@ -304,7 +313,7 @@ class StageLayers:
         """Take the place of the ``forward`` of what runs before or after the layers."""
         current = self.current
         if current is None or current.stage == self.plan.homes[name]:
-            return forward(*args, **kwargs)
+            return self._run_own(forward, args, kwargs)
         return self._shapes_of(name, forward, args, kwargs)
 
     def _shapes_of(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

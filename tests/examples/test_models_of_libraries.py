@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 from huggingface_hub import HfApi, PyTorchModelHubMixin
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.requires import NO_TIMM
 from trainer import Trainer, TrainModule
 
 
@@ -87,3 +89,55 @@ def test_a_unet_of_diffusers_trains_and_is_loaded_again():
     again = diffusers.UNet2DModel.from_pretrained("unet").state_dict()
     torch.testing.assert_close(again, net.state_dict(), rtol=0, atol=0)
     assert Path("unet", "config.json").exists()
+
+
+class OfTimm(TrainModule):
+    def __init__(self) -> None:
+        import timm
+        from timm.utils import ModelEmaV3
+
+        super().__init__()
+        self.model = timm.create_model("test_resnet", num_classes=3)
+        self.ema = ModelEmaV3(self.model, decay=0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def on_train_step_end(self) -> None:
+        self.ema.update(self.model)
+
+    def configure_optimizers(self) -> Any:
+        from timm.optim import create_optimizer_v2
+        from timm.scheduler import CosineLRScheduler
+
+        optimizer = create_optimizer_v2(self.model, "adamw", lr=0.01)
+        schedule = CosineLRScheduler(optimizer, t_initial=6, t_in_epochs=False, warmup_t=2)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def test_a_model_of_timm_its_average_and_its_schedule_train_as_in_a_plain_loop(tmp_path):
+    pytest.importorskip("timm", reason=NO_TIMM, exc_type=ImportError)
+    data = TensorDataset(torch.randn(8, 3, 32, 32), torch.arange(8) % 3)
+    torch.manual_seed(0)
+    plain = OfTimm().train()
+    begin = copy.deepcopy(plain.state_dict())
+    made = plain.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    for number, batch in enumerate([*DataLoader(data, 4)] * 3):
+        plain.training_step(batch, number).backward()
+        optimizer.step()
+        schedule.step_update(number + 1)
+        optimizer.zero_grad()
+        plain.on_train_step_end()
+
+    for epochs in (1, 3):  # the second start resumes
+        module = OfTimm()
+        module.load_state_dict(begin)
+        trainer = Trainer(
+            cpu=True, max_epochs=epochs, progress_bar=False, project_dir=tmp_path / "run"
+        )
+        trainer.fit(module, DataLoader(data, 4), ckpt_path="auto")
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=0)

@@ -13,6 +13,8 @@ NO_DATASETS = "needs Hugging Face's datasets: pip install datasets"
 NO_WEBDATASET = "needs webdataset: pip install webdataset"
 NO_HYDRA = "needs hydra: pip install hydra-core"  # of which the antlr4 is older than others'
 NO_RAY = "needs Ray: pip install 'ray[tune]'"
+NO_KUBERNETES_VALIDATE = "needs kubernetes-validate: pip install kubernetes-validate"
+NO_TIMM = "needs timm and its torchvision: pip install timm"
 NO_CUDA = "needs a CUDA device"
 
 

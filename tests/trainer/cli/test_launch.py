@@ -18,10 +18,12 @@ import zipapp
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from tests.helpers.requires import NO_KUBERNETES_VALIDATE
 from trainer.cli import main
 from trainer.cli.launch import parser
 from trainer.launch import entry, group
@@ -994,10 +996,14 @@ def test_the_batch_script_for_the_cpu_asks_for_no_gpu(capsys, monkeypatch):
     assert "gpu" not in capsys.readouterr().out
 
 
-def test_the_manifest_for_kubernetes_starts_the_processes_of_its_machines(machine):
+def jobset() -> Any:
     page = Path(__file__).parents[3] / "docs" / "guides" / "clusters.md"
     (text,) = re.findall(r'^```yaml title="jobset.yaml"\n(.*?)^```', page.read_text(), re.M | re.S)
-    manifest = yaml.safe_load(text)
+    return yaml.safe_load(text)
+
+
+def test_the_manifest_for_kubernetes_starts_the_processes_of_its_machines(machine):
+    manifest = jobset()
     (workers,) = manifest["spec"]["replicatedJobs"]
     job = workers["template"]["spec"]
     pod = job["template"]["spec"]
@@ -1027,3 +1033,14 @@ def test_the_manifest_for_kubernetes_starts_the_processes_of_its_machines(machin
         assert found.machines == (job["completions"], job["completions"])
         assert (configuration.machine_rank, configuration.main_process_ip) == (index, first)
         assert arguments.words == ["train.py"]
+
+
+def test_the_manifest_for_kubernetes_has_the_fields_of_its_schema():
+    """Of Kubernetes' own part, a Job; JobSet's schema is in no package."""
+    validate = pytest.importorskip("kubernetes_validate", reason=NO_KUBERNETES_VALIDATE)
+    job = jobset()["spec"]["replicatedJobs"][0]["template"]
+    whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "line"}, **job}
+    validate.validate(whole, "1.30", strict=True)
+    whole["spec"]["completionsMode"] = "Indexed"
+    with pytest.raises(validate.ValidationError, match="completionsMode"):
+        validate.validate(whole, "1.30", strict=True)

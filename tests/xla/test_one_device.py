@@ -8,14 +8,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch_xla.debug.metrics as counted
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelCheckpoint
 from tests.helpers import isolation
-from trainer import Accelerator, DistributedType, PartialState, Trainer, TrainModule, set_seed, xla
+from trainer import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    PartialState,
+    Trainer,
+    TrainModule,
+    set_seed,
+    xla,
+)
+from trainer.engines.base import EngineOptions
+from trainer.engines.choose import choose_engine
+from trainer.environment import Launch
 from trainer.rng import isolated_rng, load_rng_state, rng_state
+from trainer.state.group import pick_device
 
 EXACT = 1e-6
 xla.start()  # before the first backward pass, at which autograd counts the devices
@@ -251,6 +267,29 @@ def test_a_loop_of_ones_own_equals_that_on_the_cpu_and_resumes(on_cpu):
     losses, resumed = own_loop("state-False", resumes=True)
     assert losses == results[False][0][11:]
     assert torch.equal(resumed, results[False][1])
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, "fsdp_plugin cannot be used on xla:0"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "parallelism_config cannot be used"),
+        ({"ddp_kwargs": DistributedDataParallelKwargs(comm_hook="fp16")}, "comm_hook cannot be"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(asked, said):
+    options = EngineOptions(device=torch.device("xla:0"), rank=0, world_size=2, **asked)
+    with pytest.raises(NotImplementedError, match=said):
+        choose_engine(options)
+
+
+def test_a_process_group_that_sends_nothing_from_the_host_is_refused():
+    dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="Leave out init_process_group"):
+            pick_device(Launch(launcher="torchrun", world_size=2), cpu=False)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_state_names_the_device_and_what_is_not_supported_is_refused(on_cpu, monkeypatch):

@@ -119,12 +119,18 @@ def own_loop():
             optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
         seen.append(accelerator.gather_for_metrics(y))
+    try:
+        with accelerator.join_uneven_inputs([net], even_batches=False):
+            refused = ""
+    except ValueError as error:
+        refused = str(error)
     flag = torch.tensor(accelerator.process_index, device=accelerator.device)
     return {
         "losses": [*losses, float(norm)],
         "seen": torch.cat(seen).flatten().tolist(),
         "weights": weights(net),
         "sum of ranks": int(accelerator.reduce(flag)),
+        "refused": refused,
     }
 
 
@@ -270,8 +276,10 @@ def test_metrics_and_predictions_are_those_of_one_process(results):
 
 
 def test_a_loop_of_ones_own_is_that_of_one_process(results):
-    one, two = results[1]["loop"], results[2]["loop"]
+    one, two = ({**results[number]["loop"]} for number in (1, 2))
     assert (one.pop("sum of ranks"), two.pop("sum of ranks")) == (0, 1)
+    assert one.pop("refused") == ""
+    assert two.pop("refused").startswith("join_uneven_inputs needs DDP")
     for name in one:
         assert two[name] == pytest.approx(one[name], abs=1e-5)
 

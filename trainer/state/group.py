@@ -103,7 +103,7 @@ def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
     if kind.type == "cpu":
         return kind
     if kind.type == "xla":
-        if dist.is_initialized() and dist.get_backend() == "xla":
+        if launch.world_size > 1 and dist.is_initialized() and dist.get_backend() == "xla":
             raise ValueError(
                 "The process group has the backend 'xla', which sends nothing from the host. Leave "
                 "out init_process_group: the Trainer and the Accelerator call it."

@@ -41,8 +41,8 @@ logger = module_logger(__name__)
 def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
     """Lock a folder for this run; create it if needed, and remove it at the end if it is empty.
 
-    If the folder or its file system cannot be locked, a warning is logged. There is no warning if
-    ``folder`` is a file.
+    If the file system has no locks, a warning is logged. There is no warning if ``folder`` is a
+    file.
 
     Args:
         folder: The folder.
@@ -51,15 +51,21 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
         A function that records the run's id, for the error message of a run that cannot start.
 
     Raises:
-        ValueError: Another run, perhaps of this process, uses the folder. The message names it.
+        ValueError: Another run, perhaps of this process, uses the folder, and is named; or this
+            user may not create the folder, or not write to it.
     """
-    descriptor, made = None, [path for path in (folder, *folder.parents) if not path.exists()]
+    descriptor, made = None, [p for p in (folder, *folder.parents) if not os.path.exists(p)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(folder / LOCK)
     except (FileExistsError, NotADirectoryError):
         pass  # it is a file: the first write into it raises a clear error
     except OSError as error:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"{folder} cannot be written to: {error.strerror}. Change its permissions, or give "
+                "another project_dir or dirpath."
+            ) from error
         logger.warning("%s cannot be locked against other runs: %s.", folder, error)
     try:
         _write_holder(descriptor, None)

@@ -10,7 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -206,3 +207,25 @@ def test_a_link_or_pipe_in_place_of_the_lock(tmp_path, caplog, kind):
         assert holder_of(tmp_path) is None
     assert "cannot be locked against other runs" in caplog.text
     assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("folder", ["kept", "kept/inner/run"])
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path, folder):
+    Path("kept").mkdir(mode=0o555)
+    tmp_path.chmod(0o755)
+    with without_root(), pytest.raises(ValueError, match=f"^{folder} cannot be written to: Perm"):
+        alone_in(Path(folder)).__enter__()
+    assert list(Path("kept").iterdir()) == []
+
+
+@contextmanager
+def without_root() -> Iterator[None]:
+    """Be another user if this is root, who may write to any folder."""
+    if os.getuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)  # the last lets it be undone
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)

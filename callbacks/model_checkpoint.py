@@ -335,9 +335,7 @@ class ModelCheckpoint(Callback):
         )
         if path is not None:
             with suppress(OSError):  # Ctrl-C may also have ended the reader of the output
-                trainer.accelerator.print(
-                    f"Saved to {path}; fit(ckpt_path='auto') resumes from there."
-                )
+                trainer.accelerator.print(f"Saved to {path}; ckpt_path='auto' resumes from there.")
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """Save this process's weights if `on_exception` is set and the run was not interrupted."""

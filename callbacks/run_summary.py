@@ -50,7 +50,7 @@ def end_lines(trainer: Trainer) -> str:
     )
     if newest is not None:
         lines.append(f"  last  {_short(newest)}")
-        lines.append("  next  fit(ckpt_path='auto') with a larger max_epochs continues the run,")
+        lines.append("  next  ckpt_path='auto' with a larger max_epochs continues the run,")
         lines.append(f"        trainer report {_short(trainer.project_dir)} shows it")
     return printable("\n".join(lines))
 

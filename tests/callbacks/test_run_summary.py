@@ -37,7 +37,7 @@ def test_a_run_says_what_it_trains_and_what_it_leaves(capsys):
     assert finished == "Finished 2 epochs, 4 updates, 1 s"
     assert best == "  best  run/checkpoints/step-00000002  val/loss=0"
     assert last == "  last  run/checkpoints/step-00000004"
-    assert following.startswith("  next  fit(ckpt_path='auto')")
+    assert following.startswith("  next  ckpt_path='auto' with")
     assert report == "        trainer report run shows it"
 
 

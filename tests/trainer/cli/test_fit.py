@@ -298,6 +298,16 @@ def test_the_configuration_that_is_kept_has_no_secret(capsys):
     sys.modules.pop("keyed")
 
 
+def test_a_folder_with_a_run_is_refused_with_the_options_that_help(capsys):
+    assert main(["fit", "base.yaml"]) == 0
+    shown = error_of(capsys, "fit", "base.yaml", code=1)
+    assert "To resume it, pass --ckpt_path auto;" in shown
+    assert "another --trainer.project_dir." in shown
+    assert "fit(" not in shown
+    assert main(["fit", "base.yaml", "--ckpt_path", "auto"]) == 0
+    assert main(["fit", "base.yaml", "--trainer.project_dir", "runs/other"]) == 0
+
+
 @pytest.mark.parametrize("trial", ["--trainer.fast_dev_run=true", "--trainer.barebones=true"])
 def test_a_trial_leaves_nothing_behind(trial):
     Path("short.yaml").write_text("model: fitted.Line\ndata: fitted.RowsData\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -31,8 +32,13 @@ _METHODS = {"fit": "fit", "validate": "validate", "test-model": "test", "predict
 _PACKAGES = Path(__file__).parents[3]
 _OURS = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
 _LIBRARIES = ("contextlib", "jsonargparse", "torch")  # whose frames may lie between ours
+_OPTIONS = {  # patterns of arguments in messages, and the options for them
+    r"\bfit\(ckpt_path='(\w+)'\)": r"--ckpt_path \1",
+    r"\bckpt_path='(\w+)'": r"--ckpt_path \1",
+    r"\b(another) (project_dir)\b": r"\1 --trainer.\2",
+}
 _HINTS = {
-    ("ckpt_path", "Trainer("): "--ckpt_path auto, --trainer.project_dir runs/other, ...",
+    (" ckpt_path", "Trainer("): "--ckpt_path auto, --trainer.project_dir runs/other, ...",
     ("has no data",): "--data CLASS, a DataModule with such a loader, or --data Loaders with a "
     "loader for each stage; see --data.help Loaders",
     ("overwrite=True",): "--trainer.callbacks+=PredictionWriter "
@@ -115,7 +121,9 @@ def _work(stage: str, made: Made) -> None:
 
 
 def _on_the_command_line(text: str) -> str:
-    """Return the text of an error with the command-line form of the arguments that it names."""
+    """Return the text of an error with the options for the arguments that it names."""
+    for pattern, option in _OPTIONS.items():
+        text = re.sub(pattern, option, text)
     hints = [hint for words, hint in _HINTS.items() if any(word in text for word in words)]
     return "\n".join([text, *(f"(On the command line: {hint})" for hint in hints)])
 

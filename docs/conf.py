@@ -32,9 +32,9 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "commands",
     "names",
     "source_files",
+    "tables",
 ]
 exclude_patterns = ["extensions"]
 nitpicky = True

@@ -1,17 +1,22 @@
-"""The pages of commands and environment variables, from the parsers and the table in the code.
+"""Parts of pages from the code and the benchmarks.
 
-A comment ``<!-- commands -->`` or ``<!-- variables -->`` on a page is replaced.
+The comments ``<!-- commands -->``, ``<!-- variables -->`` and ``<!-- overhead -->`` are replaced by
+the commands with their options, the environment variables, and the overhead of trainers.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
 from trainer.cli import COMMANDS
 from trainer.cli.env import VARIABLES
+
+OVERHEAD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "overhead.json"
 
 # The parsers of `fit` and its like repeat every argument of the Trainer.
 _REPEATED = "--trainer."
@@ -88,9 +93,17 @@ def variables() -> str:
     return "\n".join(["| variable | what it does |", "|---|---|", *rows])
 
 
+def overhead() -> str:
+    """Return the measured overhead of trainers on the smallest model, from its JSON."""
+    rows = json.loads(OVERHEAD.read_text())["rows"]
+    shown = [row for row in rows if row["group"] == rows[0]["group"] and row["void"] is None]
+    lines = [f"| {row['name']} | {row['values']['cpu_ratio'][0]:.2f} |" for row in shown]
+    return "\n".join(["| | × |", "|---|--:|", *lines])
+
+
 def fill_in(app: Sphinx, docname: str, content: list[str]) -> None:
     """Replace the comments of a page."""
-    for made in (commands, variables):
+    for made in (commands, variables, overhead):
         comment = f"<!-- {made.__name__} -->"
         if comment in content[0]:
             content[0] = content[0].replace(comment, made())

@@ -38,6 +38,7 @@ extensions = [
 ]
 exclude_patterns = ["extensions"]
 nitpicky = True
+smartquotes = False  # options have two hyphens
 
 # -- pages -----------------------------------------------------------------------------------------
 

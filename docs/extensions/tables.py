@@ -49,16 +49,18 @@ def describe_option(parser: argparse.ArgumentParser, action: argparse.Action) ->
 def describe_command(name: str) -> Iterator[str]:
     """Yield the lines of a command's section."""
     parser = import_module(f"trainer.cli.{COMMANDS[name][0]}").parser(f"trainer {name}")
-    yield from [f"## trainer {name}", "", f"{escape(COMMANDS[name][1]).capitalize()}.", ""]
+    yield from [f"## trainer {name}", ""]
     if name in ("validate", "test-model", "predict"):
         yield from [
-            f"The options are those of [`trainer fit`](#trainer-fit), for `trainer {name}`.",
+            f"{COMMANDS[name][1].capitalize()}. The options are those of "
+            "[`trainer fit`](#trainer-fit).",
             "",
         ]
         return
     usage = parser.format_usage().removeprefix("usage: ").rstrip()
     yield from ["```text", re.sub(r"\n {7}", "\n", usage), "```", ""]
     about = [text for text in (parser.description, parser.epilog) if text]
+    about = [text.replace(str(Path.home()), "~") for text in about]
     if about and "\n" not in about[0]:
         yield from [escape(about.pop(0)), ""]
     for text in about[:-1]:

@@ -51,7 +51,7 @@ class EarlyStopping(MonitorCallback):
 
     @suggest_arguments(
         strict="nothing: a metric that is never logged is an error",
-        check_on_train_epoch_end="nothing: each fresh value is judged",
+        check_on_train_epoch_end="nothing: each new value is checked",
         log_rank_zero_only="nothing: rank 0 logs",
         early_stopping_patience="patience=3",
         early_stopping_threshold="min_delta=0.0",

@@ -44,8 +44,8 @@ def _checked_url(mirror: str) -> str:
         raise ValueError(f"mirror is {mirror!r}; it is a URL such as 's3://bucket/run'.")
     if _WITH_SECRET.search(mirror):
         raise ValueError(
-            "mirror holds a password or a signature, which would be logged. Pass credentials by "
-            "the environment or by the service's own files."
+            "mirror contains a password or a signature, which would be written to logs. Pass "
+            "credentials in environment variables or in the service's configuration files."
         )
     for part in mirror.split("::"):
         try:
@@ -157,8 +157,8 @@ class ModelCheckpoint(Callback):
         check_counts(0, save_last=int(save_last) if isinstance(save_last, bool) else save_last)
         if save_top_k == 0 and not save_last:
             raise ValueError(
-                "save_top_k=0 with save_last=False would never save. "
-                "To train without checkpoints use Trainer(checkpointing=False)."
+                "save_top_k=0 with save_last=False never saves a checkpoint. To train without "
+                "checkpoints, pass Trainer(checkpointing=False)."
             )
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}.")
@@ -281,8 +281,8 @@ class ModelCheckpoint(Callback):
                 and other.directory.resolve() == self.directory.resolve()
             ):
                 raise ValueError(
-                    f"Two ModelCheckpoints write to {self.directory}, where each would remove what "
-                    "the other keeps. Give one of them its own dirpath=..."
+                    f"Two ModelCheckpoints write to {self.directory}; each would delete the "
+                    "other's checkpoints. Pass a different dirpath=... to one of them"
                 )
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:

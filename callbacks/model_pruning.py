@@ -85,7 +85,9 @@ class ModelPruning(Callback):
         self._method: Any = _METHODS.get(pruning_fn, pruning_fn)
         if prune.BasePruningMethod not in getattr(self._method, "__mro__", ()):
             choices = choice_error("pruning_fn", pruning_fn, _METHODS)
-            raise ValueError(f"{choices} A class of torch's BasePruningMethod is possible too.")
+            raise ValueError(
+                f"{choices} Or pass a subclass of torch.nn.utils.prune.BasePruningMethod."
+            )
         accepted = inspect.signature(self._method).parameters
         self._kwargs: dict[str, Any] = {}
         for key, value in (("dim", pruning_dim), ("n", pruning_norm)):
@@ -129,7 +131,8 @@ class ModelPruning(Callback):
         for part, name in parameters:
             if part not in submodules or not hasattr(part, name):
                 raise ValueError(
-                    f"parameters_to_prune has {name!r} of {part}, which the module does not have."
+                    f"parameters_to_prune contains {name!r} of {part}, which the module does "
+                    "not have."
                 )
         self._parameters_to_prune = self.filter_parameters_to_prune(parameters)
         if stage == "fit":

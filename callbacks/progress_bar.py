@@ -336,7 +336,7 @@ class ProgressBar(Callback):
         shown, self._open_view = self._open_view, None
         self._close()
         if shown is not None:
-            logger.warning("The progress bar cannot be shown any more: %r.", error)
+            logger.warning("The progress bar has stopped: %r.", error)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Print the first line, and open the bar of an epoch inside which the run resumes."""

@@ -79,7 +79,7 @@ class SpikeDetection(MonitorCallback):
         check_numbers(0, deviations=deviations, rtol=rtol, atol=atol)
         if warmup > window:
             raise ValueError(
-                f"warmup is {warmup}, but a window of {window} never holds that many values."
+                f"warmup is {warmup}, but window is {window}; warmup must be at most window."
             )
         if not (deviations or rtol or atol):
             raise ValueError("deviations, rtol and atol are all 0; set at least one above 0.")

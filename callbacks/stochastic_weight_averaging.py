@@ -195,7 +195,8 @@ class StochasticWeightAveraging(Callback):
         groups = len(_groups(trainer))
         if isinstance(self.swa_lrs, Sequence) and len(self.swa_lrs) != groups:
             raise ValueError(
-                f"swa_lrs has {len(self.swa_lrs)} rates for {groups} parameter groups."
+                f"swa_lrs has {len(self.swa_lrs)} rates for {groups} parameter groups; pass "
+                "one rate, or one for each group."
             )
 
     def _first_epoch(self, trainer: Trainer) -> int:
@@ -204,7 +205,8 @@ class StochasticWeightAveraging(Callback):
         if isinstance(start, float):
             if trainer.max_epochs is None:
                 raise ValueError(
-                    f"swa_epoch_start is {start}, a fraction, but the Trainer has no max_epochs."
+                    f"swa_epoch_start is {start}, a fraction, but the Trainer has no "
+                    "max_epochs. Pass max_epochs, or an epoch as an int."
                 )
             start = int(trainer.max_epochs * start)
         return max(int(start) - 1, 0)

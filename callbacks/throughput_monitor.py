@@ -127,8 +127,8 @@ class ThroughputMonitor(Callback):
             self._peak = peak
         elif device.type == "cuda" and trainer.accelerator.is_main_process:
             logger.warning(
-                "No MFU is logged: the peak of the device is unknown. Pass its data sheet's FLOP/s "
-                "as peak_flops."
+                "No MFU is logged: the peak FLOP/s of this device is unknown. Pass peak_flops "
+                "from its data sheet."
             )
 
     def on_train_batch_start(

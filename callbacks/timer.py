@@ -94,7 +94,7 @@ class Timer(Callback):
             return
         if self.verbose and not trainer.should_stop:
             trainer.accelerator.print(
-                f"Timer: the training time of {timedelta(seconds=self.duration)} is over."
+                f"Timer: the time limit of {timedelta(seconds=self.duration)} was reached."
             )
         trainer.should_stop = True
 

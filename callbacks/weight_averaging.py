@@ -58,7 +58,7 @@ class WeightAveraging(Callback):
     @suggest_arguments(
         avg_fn="nothing: the average is decay * average + (1 - decay) * weights",
         multi_avg_fn="nothing: the average is decay * average + (1 - decay) * weights",
-        device="nothing: the average lies beside the weights",
+        device="nothing: the average is on the device of the weights",
         ema_decay="decay=0.999",
     )
     def __init__(

@@ -182,7 +182,7 @@ class BackgroundTracker(GeneralTracker):
         """
         if self._worker.thread is not None or self._finished:
             raise RuntimeError(
-                f"The tracker {self.name!r} can be started only once. Make another one."
+                f"The tracker {self.name!r} can be started only once. Create a new instance."
             )
         if isinstance(self.wrapped, ServiceTracker) and self.wrapped.imports_early:
             state = random.getstate()
@@ -304,7 +304,7 @@ class BackgroundTracker(GeneralTracker):
                 self.dropped,
                 f", which are in {self.replay.path}," if self.replay and self.dropped else "",
                 self.failures,
-                f"; it is left behind in {at}" if hangs else "",
+                f"; it was abandoned in {at}" if hangs else "",
             )
 
     def _started(self) -> GeneralTracker:
@@ -339,7 +339,9 @@ class BackgroundTracker(GeneralTracker):
         elif method not in self._unsupported:
             self._unsupported.add(method)
             _logger.warning(
-                "The tracker %r has no %s. It does not record these values.", self.name, method
+                "The tracker %r does not implement %s; it does not record these values.",
+                self.name,
+                method,
             )
 
     def _queue(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -353,7 +355,7 @@ class BackgroundTracker(GeneralTracker):
             size = size_of(kwargs) + sum(map(size_of, args)) if record else 0
         # Other libraries may raise anything, which must not end the run: the call raises it.
         except Exception as cause:  # noqa: BLE001
-            error = ValueError(f"A value cannot be copied or drawn: {cause!r}")
+            error = ValueError(f"A value cannot be copied or rendered: {cause!r}")
             error.__cause__ = cause
 
         def call(tracker: GeneralTracker) -> None:

@@ -130,7 +130,9 @@ class ClearMLTracker(MediaTracker):
         # Waits, because the file may be deleted afterwards.
         options = {"metadata": {"type": kind, "step": step}, "wait_on_upload": True, **kwargs}
         if not self.tracker.upload_artifact(label, path, **options):
-            raise ConnectionError(f"ClearML has not stored {path}; its own log says why.")
+            raise ConnectionError(
+                f"ClearML has not stored {path}; see ClearML's log for the reason."
+            )
 
     def _end(self, run: Any) -> None:
         if self.status == "failed":

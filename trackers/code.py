@@ -34,6 +34,6 @@ def git_commit(folder: str | os.PathLike[str]) -> str | None:
             command, capture_output=True, text=True, timeout=_TIMEOUT, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        _logger.debug("The commit of the code is not known: %s", error)
+        _logger.debug("The git commit of the code could not be read: %s", error)
         return None
     return done.stdout.strip() or None

@@ -73,7 +73,9 @@ class CometMLTracker(MediaTracker):
         # An experiment that failed to connect would silently drop all values.
         if not (experiment.alive or experiment.disabled):
             experiment.end()
-            raise ConnectionError("Comet did not begin the experiment; its own log says why.")
+            raise ConnectionError(
+                "Comet did not start the experiment; see Comet's log for the reason."
+            )
         return experiment
 
     def _id_of(self, run: Any) -> str:

@@ -206,7 +206,8 @@ class CSVTracker(GeneralTracker):
         if not self.path.exists():
             self._rewrite([], self._columns)
             _logger.warning(
-                "The table %s was deleted or moved. A new one has the rows from here on.", self.path
+                "The table %s was deleted or moved. Later rows are written to a new table.",
+                self.path,
             )
             return
         other = io.FileIO(self.path, "r+", opener=regular)

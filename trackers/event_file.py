@@ -107,8 +107,8 @@ class EventFile:
             append_record(self._file, record)
         if gone:  # without the lock, which a log handler's thread may want
             _logger.warning(
-                "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "
-                "The curves continue in another one, without the earlier values.",
+                "TensorBoard's event file in %s was deleted, moved or replaced while it was "
+                "open. Later values are written to a new file, which lacks the earlier ones.",
                 self._folder,
             )
 

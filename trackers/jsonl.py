@@ -127,7 +127,9 @@ class JsonlTracker(GeneralTracker):
         if end < size:
             self._file.truncate(end)
             _logger.warning(
-                "%s ended in a torn record of %d bytes, which was cut off.", self.path, size - end
+                "%s ended in an incomplete record of %d bytes, which was removed.",
+                self.path,
+                size - end,
             )
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -196,15 +198,16 @@ class JsonlTracker(GeneralTracker):
         if size == 0 and offset >= 0:  # there may be no file
             if offset:
                 _logger.warning(
-                    "%s begins here: the earlier records are elsewhere%s.",
+                    "%s is a new file without the earlier records%s.",
                     self.path,
-                    f", in the folder of the run that saved {source}" if source else "",
+                    f", which are in the folder of the run that saved {source}" if source else "",
                 )
             return
         if not self.ends_record(offset):
             raise ValueError(
-                f"{self.path} of {size} bytes has no record that ends at byte {offset}: it is not "
-                "the checkpoint's file. Restore that file, or move this one away."
+                f"{self.path} of {size} bytes has no record that ends at byte {offset}: it is "
+                "not the file that the checkpoint recorded. Restore the original file, or move "
+                "this one away."
             )
         with open(self.path, "r+b", opener=regular) as file:
             file.truncate(offset)

@@ -150,7 +150,7 @@ class MLflowTracker(MediaTracker):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST" or run_id == self._requested_run_id:
                 raise
-            _logger.warning("MLflow has no run %s: a new one begins.", run_id)
+            _logger.warning("MLflow has no run %s; a new run is started.", run_id)
             return None
         for name, value in self.tags.items():
             self.client.set_tag(run_id, name, value)

@@ -101,7 +101,10 @@ def select_trackers(
         check_installed(tracker)
         made_by: Any = tracker.__init__
         if made_by is JsonlTracker.__init__:  # it would take the run's name as its path
-            raise TypeError(f"log_with takes a {tracker.__name__} as an instance, with its path.")
+            raise TypeError(
+                f"log_with got the class {tracker.__name__}; pass an instance with a path, "
+                f"{tracker.__name__}(path)."
+            )
         if tracker.requires_logging_directory and logging_dir is None:
             raise ValueError(
                 f"Logging with {tracker.name!r} writes files, but logging_dir is None. Pass "

@@ -242,8 +242,8 @@ class Worker:
         self.failures += 1
         if self.failures == 1:
             _logger.warning(
-                "The tracker %r failed in `%s`: %r. This does not stop the run; in an outage, "
-                "later records wait. Further failures are only counted.",
+                "The tracker %r failed in `%s`: %r. The run continues; during an outage, later "
+                "records are queued. Further failures are counted, not logged.",
                 self._tracker.name,
                 method,
                 error,

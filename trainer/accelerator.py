@@ -479,8 +479,8 @@ class Accelerator:
     def native_amp(self, value: bool) -> None:
         if value and self.mixed_precision == "no":
             raise ValueError(
-                "native_amp=True has no precision to compute in: pass mixed_precision='bf16' or "
-                "'fp16' to the Accelerator."
+                "native_amp=True needs a precision: pass mixed_precision='bf16' or 'fp16' to the "
+                "Accelerator."
             )
         self.precision.autocasts = bool(value)
 
@@ -1705,7 +1705,7 @@ def _chosen_window(
     if steps not in (None, 1):
         raise ValueError(
             "Pass gradient_accumulation_steps or gradient_accumulation_plugin, not both; the "
-            f"plugin says {plugin.num_steps}, the argument {steps}."
+            f"plugin has num_steps={plugin.num_steps}, the argument is {steps}."
         )
     return plugin
 

@@ -650,7 +650,7 @@ class TrainModule(nn.Module):
         if gradient_clip_val is not None:
             if max_grad_norm is not None or max_grad_value is not None:
                 raise ValueError(
-                    f"clip_gradients was given gradient_clip_val={gradient_clip_val!r} along with "
+                    f"clip_gradients got gradient_clip_val={gradient_clip_val!r} along with "
                     "max_grad_norm or max_grad_value, which mean the same; give one of them."
                 )
             if gradient_clip_algorithm == "value":
@@ -864,9 +864,9 @@ def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
         if folder.suffix not in (".json", ".safetensors"):
             hint = (
                 "a checkpoint is a folder. Files such as .ckpt and .pt are pickles, which are "
-                f"never loaded: `trainer migrate {folder}` converts one of Lightning; read the "
-                "weights of others with the library that wrote them, and load them with "
-                "module.load_state_dict."
+                f"never loaded: `trainer migrate {folder}` converts a Lightning checkpoint; for "
+                "other files, read the weights with the library that wrote them and load them "
+                "with module.load_state_dict."
             )
         raise CheckpointError(f"{folder} is a file; {hint}")
     for root in (folder, folder / "checkpoints"):

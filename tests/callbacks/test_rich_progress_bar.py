@@ -181,7 +181,7 @@ def test_a_terminal_that_is_closed_ends_the_bar_and_nothing_else(terminal, caplo
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), terminal.master)
     loop.fit(epochs=2)
-    assert "cannot be shown any more: OSError(5, 'Input/output error')" in caplog.text
+    assert "progress bar has stopped: OSError(5, 'Input/output error')" in caplog.text
     assert len(caplog.records) == 1
     assert sys.stdout is sys.stderr is terminal.stderr
     with pytest.raises(OSError, match="Input/output error"):

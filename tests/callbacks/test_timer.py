@@ -96,14 +96,14 @@ def test_the_run_stops_when_the_time_is_over(clock, capsys, duration, options, s
     trainer = quiet_trainer(max_epochs=4, callbacks=Timer(duration, **options))
     trainer.fit(Slow(clock), loader(6))
     assert trainer.global_step == steps
-    assert capsys.readouterr().out.count("is over") == (steps < 12)
+    assert capsys.readouterr().out.count("was reached") == (steps < 12)
 
 
 def test_a_minimum_holds_and_the_message_comes_once(clock, capsys):
     trainer = quiet_trainer(max_epochs=4, min_steps=8, callbacks=Timer("2 seconds"))
     trainer.fit(Slow(clock), loader(6))
     assert trainer.global_step == 8
-    assert capsys.readouterr().out.count("Timer: the training time of 0:00:02 is over.") == 1
+    assert capsys.readouterr().out.count("Timer: the time limit of 0:00:02 was reached.") == 1
 
 
 def test_a_resumed_run_has_the_rest_of_the_time(clock):

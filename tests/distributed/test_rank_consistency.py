@@ -253,7 +253,10 @@ def test_dirpath_on_one_rank_alone_raises_on_all(ranks2):
         fit(({"callbacks": [saver]},) * 2, ("auto", "auto"))
 
     for text in failures(ranks2, run):
-        assert "a ModelCheckpoint with dirpath in different numbers: 1, 0. Pass" in text
+        assert (
+            "ModelCheckpoint callbacks with dirpath differs between the processes: 1, 0. Pass"
+            in text
+        )
 
 
 @pytest.mark.parametrize(

@@ -382,6 +382,6 @@ def test_sharded_state_is_not_saved_by_the_main_process_alone(ranks2, tmp_path):
         return said, accelerator.save_state().name
 
     (said, name), (_, other) = ranks2(body)
-    assert "rank 1 has gone on to the next forward pass" in said
+    assert "rank 1 has already started the next forward pass" in said
     assert "outside of `if accelerator.is_main_process:`" in said
     assert name == other == "checkpoint_0"

@@ -269,6 +269,8 @@ def test_a_mirror_that_cannot_be_listed_does_not_hide_that_the_run_has_begun(url
         if kind == "connect":
             raise OSError("no route to the host")
 
-    unknown = pytest.raises(CheckpointError, match="whether the run has begun is unknown")
+    unknown = pytest.raises(
+        CheckpointError, match="unknown whether this run has earlier checkpoints"
+    )
     with following(rule), unknown:
         train(tmp_path / "second", url, 2)

@@ -279,7 +279,7 @@ def test_a_class_that_takes_the_path_of_its_file_is_refused(tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     for wrong in (trackers.JsonlTracker, Like):
-        with pytest.raises(TypeError, match=rf"takes a {wrong.__name__} as an instance"):
+        with pytest.raises(TypeError, match=rf"got the class {wrong.__name__}; pass an instance"):
             trackers.select_trackers(["csv", wrong], logging_dir=tmp_path)
     (own,) = resolve(Own)
     assert own.path == tmp_path / "project.jsonl"

@@ -57,7 +57,7 @@ def test_values_configuration_and_the_end(tracker, tmp_path):
 def test_an_experiment_that_comet_does_not_begin_is_an_outage(tmp_path, monkeypatch, refusing):
     monkeypatch.setenv("COMET_URL_OVERRIDE", f"{refusing}/clientlib/")
     tracker = make(tmp_path, online=True, api_key="0" * 25)
-    with pytest.raises(ConnectionError, match="did not begin the experiment"):
+    with pytest.raises(ConnectionError, match="did not start the experiment"):
         tracker.start()
     tracker.init_kwargs["online"] = False  # what takes everything
     tracker.start()

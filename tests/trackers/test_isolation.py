@@ -158,7 +158,7 @@ def test_a_tracker_that_waits_for_a_lock_of_the_main_thread_does_not_hang_the_ru
     with lock:
         run = fit("run", tracker)
     check(run)
-    assert f"left behind in `{method}` after 0.2 seconds" in caplog.text
+    assert f"abandoned in `{method}` after 0.2 seconds" in caplog.text
     for thread in threading.enumerate():
         if thread.name.startswith("tracker-"):
             thread.join()
@@ -188,7 +188,7 @@ def test_a_process_exits_although_a_tracker_hangs():
     )
     assert done.returncode == 3, done.stderr
     assert done.stdout.split() == ["18"]
-    assert "left behind in `log`" in done.stderr
+    assert "abandoned in `log`" in done.stderr
 
 
 # -- a server --------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_a_torn_last_line_is_not_read_and_is_cut_off_at_start(tmp_path, caplog, 
     assert read_metrics(path) == expected
     tracker = JsonlTracker(path)
     tracker.start()
-    assert "torn record of 7 bytes" in caplog.text
+    assert "incomplete record of 7 bytes" in caplog.text
     assert path.read_bytes() == whole
     tracker.log({"x": 3}, 3)
     tracker.finish()

@@ -95,7 +95,7 @@ def test_a_window_comes_from_the_argument_or_from_the_plugin():
     accelerator = accelerate(gradient_accumulation_plugin=plugin)
     assert accelerator.gradient_accumulation_steps == 2
     assert not accelerator.gradient_state.sync_with_dataloader
-    with pytest.raises(ValueError, match="not both; the plugin says 2, the argument 3"):
+    with pytest.raises(ValueError, match="not both; the plugin has num_steps=2, the argument is 3"):
         accelerate(gradient_accumulation_steps=3, gradient_accumulation_plugin=plugin)
     assert not accelerate(
         gradient_accumulation_steps=1, gradient_accumulation_plugin=plugin

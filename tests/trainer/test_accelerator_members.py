@@ -259,7 +259,7 @@ def test_native_amp_turns_mixed_precision_off_and_on():
     AcceleratorState._reset_state()
     plain = accelerate(mixed_precision="no")
     plain.native_amp = False  # as scripts say for MPS, whatever the precision
-    with pytest.raises(ValueError, match="native_amp=True has no precision"):
+    with pytest.raises(ValueError, match="native_amp=True needs a precision"):
         plain.native_amp = True
 
 

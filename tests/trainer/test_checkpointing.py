@@ -300,8 +300,8 @@ def test_a_manual_checkpoint_is_resumed_in_another_folder(caplog):
     assert_equal(resumed.state_dict(), whole.state_dict())
     assert {line["step"] for line in read_metrics("other/metrics.jsonl")} == {4}
     saved = Path("mine/second").absolute()
-    assert "other/metrics.jsonl begins here: the earlier records are elsewhere, in " in caplog.text
-    assert f"the folder of the run that saved {saved}." in caplog.text
+    assert "other/metrics.jsonl is a new file without the earlier records, " in caplog.text
+    assert f"which are in the folder of the run that saved {saved}." in caplog.text
 
 
 def test_only_callbacks_behind_the_one_that_saved_are_called_again():

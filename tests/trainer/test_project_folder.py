@@ -418,7 +418,7 @@ def test_a_checkpoint_of_another_folder_changes_nothing_there(run):
 def test_going_on_where_another_run_has_its_checkpoints_is_refused(run):
     fit("other")
     before = contents("run"), contents("other")
-    with pytest.raises(ValueError, match=r"other/.*step-00000004 is a checkpoint of another run"):
+    with pytest.raises(ValueError, match=r"other/.*step-00000004 belongs to a different run"):
         fit("other", ckpt_path=step(8))
     assert (contents("run"), contents("other")) == before
 

@@ -131,7 +131,7 @@ ARGUMENTS = [
             "slurm_requeue",
         )
     ],
-    ({"log_with": JsonlTracker}, TypeError, ["JsonlTracker as an instance"]),
+    ({"log_with": JsonlTracker}, TypeError, ["the class JsonlTracker; pass an instance"]),
     (
         {"project_config": ProjectConfiguration(total_limit=2)},
         ValueError,

@@ -383,6 +383,6 @@ def _checked_move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> n
             "You can't move a model that has some modules offloaded to cpu or disk. Its outputs "
             "return to the device of the inputs, so leave it where it is."
         )
-    logger.warning("You shouldn't move a dispatched model: its hooks only know the old devices.")
+    logger.warning("You shouldn't move a dispatched model: its hooks still use the old devices.")
     moved: nn.Module = getattr(type(model), method)(model, *args, **kwargs)
     return moved

@@ -406,8 +406,9 @@ def _check_not_loading_offloaded(
     del module, rest
     if offloaded := [prefix + name for name in hook._offloaded if prefix + name in state]:
         raise RuntimeError(
-            f"The weights {', '.join(offloaded)} are offloaded, and cannot be loaded into. Call "
-            "remove_hook_from_submodules(model) first, or load before the model is dispatched."
+            f"The weights {', '.join(offloaded)} are offloaded, so no checkpoint can be loaded "
+            "into them. Call remove_hook_from_submodules(model) first, or load before the model "
+            "is dispatched."
         )
 
 

@@ -208,7 +208,7 @@ def load_checkpoint_in_model(
     if not full_state_dict or broadcast_from_rank0:
         raise ValueError(
             f"full_state_dict={full_state_dict} and broadcast_from_rank0={broadcast_from_rank0} "
-            "are not supported; leave them out: whole weights are read by every process. A model "
+            "are not supported; leave them out: every process reads the whole weights. A model "
             "sharded by FSDP reads its own part with Accelerator.load_state."
         )
     files = find_weight_files(checkpoint)

@@ -152,8 +152,9 @@ class PipelineParallel:
             check_counts(1, num_microbatches=num_microbatches)
             if num_microbatches < state.num_processes:
                 raise ValueError(
-                    f"num_microbatches is {num_microbatches}, for {state.num_processes} processes, "
-                    "some of which would never work: give at least as many."
+                    f"num_microbatches is {num_microbatches}, for {state.num_processes} "
+                    "processes; some would be idle. Pass at least one micro-batch for each "
+                    "process."
                 )
         self.model, self.stage_index = model, state.process_index
         self._stages = _Stages(
@@ -792,7 +793,8 @@ def choose_split_points(
         if not candidates:
             raise ValueError(
                 f"split_points='auto' finds {len(parts)} modules in {type(model).__name__} to "
-                f"distribute over {stages} processes. Start fewer, or name split_points."
+                f"distribute over {stages} processes. Start fewer processes, or pass a list of "
+                "names as split_points."
             )
         chosen.append(min(candidates, key=lambda i: abs(begins[i] - stage * begins[-1] / stages)))
     return [parts[i][0] for i in chosen[1:]]

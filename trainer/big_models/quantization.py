@@ -134,7 +134,9 @@ def load_and_quantize_model(
     config = bnb_quantization_config
     empty = any(parameter.is_meta for parameter in model.parameters())
     if empty and weights_location is None:
-        raise ValueError("The model is on the meta device: give weights_location, its checkpoint.")
+        raise ValueError(
+            "The model is on the meta device: pass its checkpoint as weights_location."
+        )
     skipped = [*(config.keep_in_fp32_modules or ())]
     skipped += [name for name, part in model.named_modules() if isinstance(part, PRELOADED)]
     skipped += _default_skipped(model) if config.skip_modules is None else config.skip_modules

@@ -473,7 +473,10 @@ def _add_to(
     ):
         if not main_alone.add(late, rank, work):
             logger.warning(
-                "Rank %d came too late to add its random states to a save before %s.", rank, target
+                "Rank %d called save_state too late: its random states are missing from a "
+                "checkpoint before %s.",
+                rank,
+                target,
             )
     _count_save(project, target)
     return target
@@ -792,8 +795,9 @@ class _SavedProcesses:
         missing = len(self.states) < self._saved_by
         if missing and not self._reader.manifest.get("main_process_alone"):
             raise CheckpointError(
-                f"{self._reader.path} was saved {how} by {self._saved_by} processes, and {what} is "
-                f"here of {len(self.states)} alone. Load it with {self._saved_by} processes."
+                f"{self._reader.path} was saved {how} by {self._saved_by} processes, and {what} "
+                f"was found for only {len(self.states)} of them. Load it with {self._saved_by} "
+                "processes."
             )
         return list(self.states.values())
 
@@ -936,7 +940,8 @@ def _check_rest(stored: Stored, prepared: PreparedObjects, *, strict: bool) -> l
     if prepared.communication and len(communication) != len(prepared.communication):
         notes.append(
             f"It holds the state of {len(communication)} communication hooks, but "
-            f"{len(prepared.communication)} are registered: these stay as they are."
+            f"{len(prepared.communication)} are registered: the registered hooks keep their "
+            "current state."
         )
         stored.own["communication"] = []
     loaders = stored.trees.get(_LOADERS)

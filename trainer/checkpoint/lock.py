@@ -121,8 +121,8 @@ def _acquire(file: Path) -> int:
         _close(descriptor)
         time.sleep(_PAUSE)
     raise ValueError(
-        f"{file.parent} is in use by {_named(file)}. Wait for its end, or give this run another "
-        f"project_dir. (If its machine died and the lock stays, delete {file}.)"
+        f"{file.parent} is in use by {_named(file)}. Wait until it ends, or give this run "
+        f"another project_dir. (If its machine failed and the lock remains, delete {file}.)"
     )
 
 

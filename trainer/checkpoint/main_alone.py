@@ -209,10 +209,10 @@ def wait_for_all_ranks(rank: int, size: int) -> None:
         while missing := [n for n, key in keys.items() if not _has_come(store, key)]:
             if gone := [peer for peer in guards.call_counts.ahead("forward") if peer in missing]:
                 raise DistributedOperationException(
-                    f"save_state was called by the main process, but rank "
-                    f"{', '.join(map(str, gone))} has gone on to the next forward pass. Each "
-                    "process holds a part of the state: call save_state on all of them, outside of "
-                    "`if accelerator.is_main_process:`."
+                    "save_state was called by the main process, but rank "
+                    f"{', '.join(map(str, gone))} has already started the next forward pass. "
+                    "Each process holds a part of the state: call save_state on all of them, "
+                    "outside of `if accelerator.is_main_process:`."
                 )
             if time.monotonic() > until or {*missing} <= {*guards.waiting_ranks()}:
                 break

@@ -217,14 +217,16 @@ class Mirror:
             pass
         if left := sorted(self._waiting):
             logger.warning(
-                "Not uploaded to %s: %s. The next fit with this project_dir uploads what is still "
-                "kept.",
+                "Uploading to %s failed: %s. The next fit with this project_dir uploads the "
+                "checkpoints that still exist.",
                 self._remote.url,
                 ", ".join(left),
             )
         if self._obsolete:
             names = ", ".join(sorted(self._obsolete))
-            logger.warning("No longer kept, but not removed from %s: %s.", self._remote.url, names)
+            logger.warning(
+                "Outdated checkpoints could not be removed from %s: %s.", self._remote.url, names
+            )
 
     def abandon(self) -> None:
         """Forget what is not uploaded, because the process is about to end."""
@@ -241,7 +243,7 @@ class Mirror:
             try:
                 work()
             except _OtherRunError as error:
-                logger.error("%s Nothing more is uploaded there.", error)
+                logger.error("%s No further checkpoints are uploaded there.", error)
                 return
             except Exception as error:  # noqa: BLE001 - file systems raise errors of their own
                 if removes not in self._failing:
@@ -260,9 +262,9 @@ class Mirror:
     def _warn(self, removes: bool, error: Exception) -> None:
         url, kept = self._remote.url, f"Checkpoints are kept in {self._root}"
         if removes:
-            text = "Checkpoints cannot be removed from %s: %r. They are removed when they can."
+            text = "Checkpoints cannot be removed from %s: %r. Removal is retried."
         else:
-            text = f"%s cannot be written to: %r. {kept}, and uploaded when it can."
+            text = f"%s cannot be written to: %r. {kept}, and the upload is retried."
         logger.warning(text, url, error)
 
     def _wait(self, pause: float) -> bool:
@@ -493,7 +495,7 @@ def _fetch(
             logger.warning("%s/%s is not used: %s is damaged.", url, target.name, damaged[0])
             return False
         if target.exists():
-            logger.warning("%s is damaged: it is now %s.", target, quarantine(target))
+            logger.warning("%s is damaged and was renamed to %s.", target, quarantine(target))
         commit(staging, target, fields_of(manifest), files)
         return True
 
@@ -526,14 +528,14 @@ def _list(root: Path, url: str) -> dict[str, dict[str, Any]]:
             )
             return {}
         raise CheckpointError(
-            f"{url} cannot be read: {error!r}. There are no checkpoints in {root}, so whether the "
-            "run has begun is unknown"
+            f"{url} cannot be read: {error!r}. There are no checkpoints in {root}, so it is "
+            "unknown whether this run has earlier checkpoints"
         ) from error
     runs = {manifest.get("run_id") for manifest in listed.values()}
     runs |= {run_id_of(path) for path in here[-1:]}
     if len(runs - {None}) > 1:
         raise CheckpointError(
-            f"{url} has checkpoints of several runs, or of another than {root}. Give each run a "
-            "mirror of its own"
+            f"{url} has checkpoints of several runs, or of a different run than {root}. Give "
+            "each run a separate mirror"
         )
     return listed

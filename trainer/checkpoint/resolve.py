@@ -104,9 +104,8 @@ class CheckpointFolders:
         may_have_any = self.lasting or broadcast_object(self.own.exists())
         if ckpt_path in WORDS and not may_have_any:
             raise ValueError(
-                f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but "
-                "without project_dir every start has a new folder. Pass "
-                "Trainer(project_dir='runs/…')."
+                f"ckpt_path={ckpt_path!r} looks for checkpoints of an earlier start, but without "
+                "project_dir each start creates a new folder. Pass Trainer(project_dir='runs/…')."
             )
         path = None
         if ckpt_path is not None and ckpt_path not in WORDS:
@@ -133,8 +132,9 @@ class CheckpointFolders:
         by_rank = all_gather_object(roots)
         if len(set(map(len, by_rank))) > 1:
             raise ValueError(
-                "The processes were given a ModelCheckpoint with dirpath in different numbers: "
-                f"{', '.join(str(len(of_rank) - 1) for of_rank in by_rank)}. Pass the same on all."
+                "The number of ModelCheckpoint callbacks with dirpath differs between the "
+                f"processes: {', '.join(str(len(of_rank) - 1) for of_rank in by_rank)}. Pass the "
+                "same callbacks on all processes."
             )
         first_of = {resolved: n for n, (_, resolved) in reversed(list(enumerate(by_rank[0])))}
         writer_rank = writer_rank_of(self.state, self.on_each_node)
@@ -208,7 +208,8 @@ class CheckpointFolders:
     def _best(self, roots: Sequence[Path]) -> Path:
         if not self.monitors:
             raise ValueError(
-                "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
+                "ckpt_path='best', but no ModelCheckpoint has a monitor: pass one, as in "
+                "ModelCheckpoint(monitor='val/loss')."
             )
         monitor, mode = self.monitors[0]
         is_writer = is_writer_rank(self.state, self.on_each_node)
@@ -340,10 +341,10 @@ def newest_sound(
     if numbers:
         several = len(listed) > 1
         raise CheckpointError(
-            f"{what} failed: none of the {len(numbers)} checkpoints there is intact"
-            f"{' on every machine' if several else ''} (the log says what is wrong with each). "
-            f"{'Copy one to the machines that lack it, or move' if several else 'Move'} them away "
-            "to start a new run."
+            f"{what} failed: none of the {len(numbers)} checkpoints is "
+            f"intact{' on every machine' if several else ''} (the log says what is wrong with "
+            f"each). {'Copy one to the machines that lack it, or move' if several else 'Move'} "
+            "them away to start a new run."
         )
     return None
 
@@ -377,7 +378,7 @@ def _check_not_weights_only(
     if weights_only := [path for paths in lists for path in paths]:
         raise CheckpointError(
             f"{weights_only[-1]} holds only weights (save_weights_only=True), as do all others "
-            f"there; no run can be resumed from them. {advice}"
+            f"in its folder; no run can be resumed from them. {advice}"
         )
 
 
@@ -471,10 +472,10 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
     path = Path(ckpt_path)
     if path.is_file() and not (path.parent / MANIFEST).exists():
         raise CheckpointError(
-            f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
-            f"are pickles, which are never loaded: `trainer migrate {path}` converts one of "
-            "Lightning; read the weights of others with the library that wrote them, and load them "
-            "with module.load_state_dict."
+            f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and "
+            f".pt are pickles, which are never loaded: `trainer migrate {path}` converts a "
+            "Lightning checkpoint; for other files, read the weights with the library that wrote "
+            "them and load them with module.load_state_dict."
         )
     if path.is_file():
         raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")

@@ -338,9 +338,9 @@ def no_shared_disk(staging: Path, writer_rank: int) -> str:
     """Return the message that a staging folder of the writer rank is not seen by this one."""
     return (
         f"{staging}, which rank {writer_rank} has created, does not exist on "
-        f"{socket.gethostname()}. If machines share no disk, let each keep checkpoints: "
-        "project_config=ProjectConfiguration(save_on_each_node=True). If they do, give a "
-        "folder on it, by a path that is the same on all machines"
+        f"{socket.gethostname()}. If the machines share no disk, save on each of them: "
+        "project_config=ProjectConfiguration(save_on_each_node=True). If they share one, give a "
+        "folder on it, under the same path on all machines"
     )
 
 

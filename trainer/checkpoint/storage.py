@@ -236,8 +236,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} is damaged: {error}. Use another checkpoint.") from error
         if not isinstance(manifest, dict) or not all(field in manifest for field in _OWN_FIELDS):
             raise CheckpointError(
-                f"{file} lacks one of the fields {', '.join(_OWN_FIELDS)}: it is damaged or not "
-                "ours."
+                f"{file} lacks one of the fields {', '.join(_OWN_FIELDS)}: it is damaged, or not "
+                "a manifest of Cadence."
             )
         version = manifest["format_version"]
         if version not in range(1, FORMAT_VERSION + 1):
@@ -250,7 +250,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} is damaged: its hash differs. Use another checkpoint.")
         for name in manifest["files"]:
             if not is_portable(name):
-                raise CheckpointError(f"{file} lists {name!r}, which is no name of its own files.")
+                raise CheckpointError(
+                    f"{file} lists {name!r}, which is not a valid name of a checkpoint file."
+                )
         _check_types(file, manifest)
     return manifest
 
@@ -513,7 +515,9 @@ def open_staging(target: Path, *, shared: bool = False) -> Path:
         and os.path.lexists(target)
         and not (is_ours(target) or is_newer(target))
     ):
-        logger.warning("%s is not an intact checkpoint. It is now %s.", target, quarantine(target))
+        logger.warning(
+            "%s is not an intact checkpoint; it was renamed to %s.", target, quarantine(target)
+        )
     if staging.parent != target:
         _check_ours(target)
     clear(staging)
@@ -754,7 +758,9 @@ def _discard_replaced(old: Path) -> None:
         manifest = read_manifest(old) if is_ours(old) and not old.is_symlink() else None
         if manifest is None or unknown_files(old, manifest):
             quarantined = quarantine(old, "replaced")
-            logger.warning("The replaced checkpoint held other files: it is now %s.", quarantined)
+            logger.warning(
+                "The replaced checkpoint contained other files; it was renamed to %s.", quarantined
+            )
             return
         trash = old.with_name(old.name.replace(_REPLACED, _TRASH, 1))
         clear(trash)
@@ -899,8 +905,8 @@ def check_same_run(chosen: Path, roots: Iterable[Path]) -> None:
         other = run_id_of(path)
         if None not in (run_id, other) and run_id != other:
             raise ValueError(
-                f"{path} is a checkpoint of another run than {chosen}, from which this one is to "
-                "resume. Give another project_dir, or move it away."
+                f"{path} belongs to a different run than {chosen}, from which this run resumes. "
+                "Give another project_dir, or move it away."
             )
 
 
@@ -920,4 +926,9 @@ def leave_branch(chosen: Path, later: Iterable[Path]) -> None:
     step = read_manifest(chosen)["step"]
     for path in later:
         quarantined = quarantine(path, "abandoned")
-        logger.warning("The run goes back to update %d. %s is now %s.", step, path, quarantined)
+        logger.warning(
+            "The run resumes from update %d; the later checkpoint %s was renamed to %s.",
+            step,
+            path,
+            quarantined,
+        )

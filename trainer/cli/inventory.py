@@ -34,10 +34,10 @@ State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
 _RANKING = re.compile(r"\w+\((.+), (min|max)(?:, .+)?\)")
 
 QUIET = 3600.0  # seconds without a write after which no running save owns a leftover
-SET_ASIDE = "set aside by a killed save; the next start restores it"
+SET_ASIDE = "renamed by a killed save; the next start restores it"
 
 _ASIDE = {
-    "damaged": "damaged, set aside by a save of that step; never removed automatically",
+    "damaged": "damaged, renamed by a save of that step; never removed automatically",
     "replaced": "replaced, but contains other files; never removed automatically",
     "abandoned": "the run resumed from an earlier one; never removed automatically",
 }
@@ -184,7 +184,9 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     except CheckpointError as error:
         state, note = _state_of(path, error), str(error)
     if state == "foreign":
-        note = "has no manifest, like those of accelerate; it is neither checked nor removed."
+        note = (
+            "has no manifest, like a checkpoint of accelerate; it is neither checked nor removed."
+        )
     size, touched = _measure(path)
     if not path.is_dir():
         return None

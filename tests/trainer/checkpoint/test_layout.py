@@ -170,7 +170,7 @@ def test_a_step_folder_without_a_manifest_is_set_aside(tmp_path, caplog):
         storage.sweep(tmp_path)
         assert storage.committed(tmp_path) == [target]
         storage.remove(target)
-        assert caplog.messages[-1].endswith(f"It is now {tmp_path / list(kept)[-1]}.")
+        assert caplog.messages[-1].endswith(f"it was renamed to {tmp_path / list(kept)[-1]}.")
     assert (tmp_path / "damaged-step-00000100-6").read_text() == "a file"
     for name, number in list(kept.items())[:-1]:
         assert (tmp_path / name / "mine").read_text() == f"{number}"

@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_skipped(caplog):
     assert "checkpoint_2 is not used" in caplog.text
     for number in (0, 1):
         (ROOT / f"checkpoint_{number}" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="none of the 3 checkpoints there is intact"):
+    with pytest.raises(CheckpointError, match="none of the 3 checkpoints is intact"):
         load(project)
 
 

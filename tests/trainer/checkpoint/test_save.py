@@ -278,7 +278,7 @@ def test_machines_without_a_common_checkpoint_raise(ranks2):
         "the machine of rank 1 does not have it.",
         "the machine of rank 0 does not have it.",
     ]
-    assert "none of the 2 checkpoints there is intact on every machine" in first
+    assert "none of the 2 checkpoints is intact on every machine" in first
     assert "Copy one to the machines that lack it, or move them away" in first
     assert other == (first, [])
 

@@ -328,7 +328,7 @@ def test_quarantined_checkpoints_are_listed_and_stay(report, states):
     kept = "never removed automatically"
     aside = {
         "abandoned-step-00000003": f"the run resumed from an earlier one; {kept}",
-        "damaged-step-00000002": f"damaged, set aside by a save of that step; {kept}",
+        "damaged-step-00000002": f"damaged, renamed by a save of that step; {kept}",
         "replaced-step-00000001": f"replaced, but contains other files; {kept}",
     }
     age(ROOT)
@@ -467,7 +467,7 @@ def test_prune_leaves_what_is_not_ours_with_the_reason(report):
         "step-00000001": "it contains notes.txt, which is not part of the checkpoint",
         "step-00000002": unclear,
         "step-00000003": "it is a link or the target of one",
-        "step-00000004": "set aside by a killed save; the next start restores it",
+        "step-00000004": "renamed by a killed save; the next start restores it",
         "checkpoint_0": unclear,
         "checkpoint_1": unclear,
         "best": "you named it",

@@ -120,14 +120,7 @@ lint: $(READY)  ## check formatting, lint rules and types
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python $(TYPED)
 
-# The site's packages join the environment that runs the code of its pages.
-DOCS := $(VENV)/.ready-docs
-
-$(DOCS): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
-	touch $@
-
-docs: $(DOCS)  ## build the documentation into build/docs, and run its notebooks
+docs: $(READY)  ## build the documentation into build/docs, and run its notebooks
 	$(BIN)/python -m sphinx -W --keep-going -j 2 -b html -d build/doctrees docs build/docs
 
 format: $(READY)  ## format the code and apply automatic fixes

@@ -37,7 +37,6 @@ extensions = [
     "tables",
 ]
 exclude_patterns = ["extensions"]
-nitpicky = True
 smartquotes = False  # options have two hyphens
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -66,8 +65,6 @@ maximum_signature_line_length = 88
 napoleon_use_rtype = False
 napoleon_use_ivar = True  # attributes are documented once
 default_role = "literal"  # extensions/names.py makes links of public names
-# Types of other libraries, whose pages are not read.
-nitpick_ignore_regex = [("py:.*", ".*")]
 
 # -- the theme -------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from trackers.media import plain, to_pil
+from trackers.media import flatten, plain, to_pil
 from trackers.registry import register_tracker
 from trackers.service import MediaTracker
 
@@ -42,6 +42,7 @@ class DVCLiveTracker(MediaTracker):
         self._live = live
         self._resumes = False
         self._reported = 0.0  # when
+        self._labels: dict[str, str] = {}  # of numbers and texts, by name
 
     @property
     def live(self) -> Any:
@@ -83,21 +84,31 @@ class DVCLiveTracker(MediaTracker):
             self.tracker.step = step
         return self.tracker
 
+    def _label(self, name: str) -> str:
+        """Return the name in the summary, where "loss" cannot be a number beside "loss/box"."""
+        label, taken = _inside(name), () if name in self._labels else flatten(self.tracker.summary)
+        if any(label.startswith(f"{other}/") for other in taken):
+            label = label.replace("/", ".")
+        elif any(other.startswith(f"{label}/") for other in taken):
+            label = f"{label}/value"
+        return self._labels.setdefault(name, label)
+
     def _log_scalars(
         self, numbers: dict[str, float], texts: dict[str, str], step: int | None, **kwargs: Any
     ) -> None:
         live = self._at(step)
         for name, number in numbers.items():
-            live.log_metric(name, number, **kwargs)
+            live.log_metric(self._label(name), number, **kwargs)
         for name, text in texts.items():
-            live.log_metric(name, text, plot=False)
+            live.log_metric(self._label(name), text, plot=False)
         live.make_summary()
         if monotonic() - self._reported > _SYNC:
             live.sync()
             self._reported = monotonic()
 
     def _log_image(self, name: str, picture: Any, step: int | None, **kwargs: Any) -> None:
-        file = f"{name}.png" if step is None else f"{name}/{step}.png"
+        label = _inside(name)
+        file = f"{label}.png" if step is None else f"{label}/{step}.png"
         self._at(step).log_image(file, to_pil(picture), **kwargs)
 
     def _log_table(
@@ -105,7 +116,7 @@ class DVCLiveTracker(MediaTracker):
     ) -> None:
         data = [dict(zip(columns, plain(row), strict=True)) for row in rows]
         axes = {"x": columns[0], "y": columns[1:] or columns}
-        self._at(step).log_plot(name, data, **{**axes, **kwargs})
+        self._at(step).log_plot(_inside(name), data, **{**axes, **kwargs})
 
     def _log_text(self, name: str, text: str, step: int | None, **kwargs: Any) -> None:
         self._log_scalars({}, {name: text}, step, **kwargs)
@@ -122,10 +133,18 @@ class DVCLiveTracker(MediaTracker):
         run.end()
 
 
+def _inside(name: str) -> str:
+    """Return a name as the path of a file inside DVCLive's folder."""
+    return "/".join(part for part in name.split("/") if part not in ("", ".", "..")) or "_"
+
+
 def _cut(folder: Path, step: int) -> None:
-    """Drop the rows of later steps from DVCLive's tables of metrics."""
+    """Drop the rows of later steps from DVCLive's tables of metrics, and what a kill has torn."""
     for file in folder.rglob("*.tsv"):
-        header, *rows = file.read_text().splitlines(keepends=True)
-        at = header.split("\t").index("step")
-        kept = [row for row in rows if int(row.split("\t")[at]) <= step]
-        file.write_text("".join([header, *kept]))
+        rows = [row for row in file.read_text().splitlines(keepends=True) if row.endswith("\n")]
+        if not rows:  # to a file that exists DVCLive writes no header
+            file.unlink()
+            continue
+        at = rows[0].split("\t").index("step")
+        kept = [row for row in rows[1:] if int(row.split("\t")[at]) <= step]
+        file.write_text("".join([rows[0], *kept]))

@@ -127,3 +127,46 @@ def test_a_service_that_is_not_there_changes_nothing(name, tmp_path, reference):
 @pytest.mark.parametrize("name", ["clearml", "swanlab", "trackio"], indirect=True)
 def test_a_run_that_the_script_has_opened_is_joined_and_stays_open(name, tmp_path):
     assert run("join", name, tmp_path) == {"joined": True, "failures": 0, "open": True}
+
+
+OF_DVCLIVE = """
+import sys
+from trackers import DVCLiveTracker
+
+step, *names = sys.argv[1:]
+tracker = DVCLiveTracker(dir="live", dvcyaml=None, save_dvc_exp=False)
+if step == "2":
+    tracker.resume(None, 1)
+tracker.start()
+tracker.log(dict.fromkeys(names, 1.0), int(step))
+tracker.finish()
+"""
+
+
+def test_names_of_dvclive_are_files_in_its_folder_and_a_torn_row_is_dropped(tmp_path):
+    pytest.importorskip("dvclive")
+    outside = tmp_path / "outside"
+
+    def log(step):
+        names = ["loss", "loss/box", "iou/a", "iou", str(outside), "../../up"]
+        subprocess.run(
+            [sys.executable, "-c", OF_DVCLIVE, str(step), *names],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=True,
+            timeout=250,
+        )
+
+    log(1)
+    metrics = tmp_path / "live" / "plots" / "metrics"
+    (metrics / "loss.tsv").write_text((metrics / "loss.tsv").read_text() + "2")  # then killed
+    (metrics / "loss.box.tsv").write_text("")
+    log(2)
+    found = {str(f.relative_to(metrics)): f.read_text() for f in metrics.rglob("*.tsv")}
+    inside = f"{outside.relative_to('/')}.tsv"
+    names = {"loss.tsv", "loss.box.tsv", "iou/a.tsv", "iou/value.tsv", "up.tsv", inside}
+    assert found.keys() == names
+    for name, text in found.items():
+        steps = [int(row.split("\t")[0]) for row in text.splitlines()[1:]]
+        assert steps == ([2] if name == "loss.box.tsv" else [1, 2])
+    assert not [*tmp_path.glob("outside*"), *tmp_path.glob("up*")]

@@ -225,6 +225,7 @@ def anchors_of(page: Path) -> set[str]:
             for name in (
                 "CONTRIBUTING.md",
                 "CHANGELOG.md",
+                "SECURITY.md",
                 "examples/README.md",
                 "benchmarks/README.md",
             )

@@ -5,8 +5,10 @@ import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 import termios
+from contextlib import suppress
 
 from callbacks import ProgressBar
 from tests.helpers.stand_in import TrainerStandIn
@@ -118,3 +120,31 @@ class Loop:
 def without_gloo(output: str) -> str:
     """Return what processes printed without the line of gloo, which has one up to torch 2.11."""
     return "".join(line for line in output.splitlines(True) if not line.startswith("[Gloo]"))
+
+
+def run_in_terminal(command, columns=COLUMNS):
+    """Run a shell command in a terminal, and return the lines of its screen.
+
+    Raises:
+        AssertionError: The command failed.
+    """
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    with subprocess.Popen(
+        command,
+        shell=True,
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
+        env={**environment, "TERM": "xterm"},
+    ) as process:
+        os.close(slave)
+        written = b""
+        # Linux raises EIO when the command has ended.
+        with os.fdopen(master, "rb", buffering=0) as terminal, suppress(OSError):
+            while part := terminal.read(65536):
+                written += part
+    shown = screen(written.decode().replace("\r\n", "\n\r"))
+    assert process.returncode == 0, "\n".join(shown)
+    return shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -384,6 +385,76 @@ def test_a_process_holds_its_part_of_the_split_layers_of_its_stage(ranks, tmp_pa
     split = 16 * 32 + 32 + 32 * 16  # but not the bias of the layer that is split by rows
     first, last = (size - split // 2 for size in STAGES)
     assert ranks(4)(run) == [(first, first)] * 2 + [(last, last)] * 2
+
+
+def memory() -> int:
+    """Return the bytes of all floating point numbers that tensors of this process have."""
+    gc.collect()
+    held: dict[int, int] = {}
+    for value in gc.get_objects():
+        plain = type(value) in (Tensor, nn.Parameter) and not value.is_meta
+        if plain and value.is_floating_point():
+            storage = value.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+class Held(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.held = memory()
+
+
+@pytest.mark.parametrize("name", ["pp", *SHARED])
+def test_nothing_keeps_what_other_processes_have(ranks, name, tmp_path):
+    def run() -> Any:
+        before, watch = memory(), Held()
+        trainer, module = trainer_and_module(ENGINES[name], tmp_path, callbacks=[watch])
+        parameters = list(module.parameters())
+        assert memory() - before == sum(p.nbytes for p in parameters)
+        trainer.fit(module, loader(ENGINES[name]))
+        own = sum(part_here(p).nbytes for _, p in held(module))
+        return watch.held - before - own
+
+    for more in ranks(ENGINES[name].processes)(run):
+        assert 0 <= more < 512  # the smallest weight of a layer is larger
+
+
+class HasState(Net):
+    """Its optimizer has state before the first update."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), 0.1)
+
+
+class Own(Callback):
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        own = {p for _, p in held(module)}
+        assert set(trainer.optimizers[0].optimizer.state) == own
+
+
+@pytest.mark.parametrize("name", ["pp", *SHARED])
+def test_states_are_those_of_a_process_s_own_layers(ranks, name, tmp_path):
+    case = ENGINES[name]
+    ranks(case.processes)(lambda: run_of(case, tmp_path, HasState, callbacks=[Own()]) and None)
+    found = ranks(case.processes)(lambda: fit(case, tmp_path, HasState))
+    isolation.reset_trainer_state()
+    same_run(found, plain(ONE, HasState), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["pp", *SHARED])
+def test_gradients_of_parameters_that_were_replaced(ranks, name, tmp_path):
+    class Reads(Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            for old, new in zip(self.before, module.parameters(), strict=True):
+                assert torch.equal(trainer.gradient(old), trainer.gradient(new))
+
+    def run() -> None:
+        reads = Reads()
+        trainer, module = trainer_and_module(ENGINES[name], tmp_path, callbacks=[reads])
+        reads.before = list(module.parameters())
+        trainer.fit(module, loader(ENGINES[name]))
+
+    ranks(ENGINES[name].processes)(run)
 
 
 # -- what cannot be --------------------------------------------------------------------------------

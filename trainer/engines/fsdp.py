@@ -195,7 +195,7 @@ class FullyShard(SingleDevice):
             old = before.get(name, parameter)
             if old is not parameter:
                 self._replaced[id(old)] = old, parameter
-                _free(old)
+                free(old)
         if whole is not None:
             self._materialise(module, whole)
         for optimizer in self._optimizers:
@@ -933,10 +933,10 @@ def shard_unit(part: nn.Module, **arguments: Any) -> None:
     )
     for whole, shard in zip(before, own_parameters(part), strict=True):
         if whole is not shard:
-            _free(whole)
+            free(whole)
 
 
-def _free(parameter: nn.Parameter) -> None:
+def free(parameter: nn.Parameter) -> None:
     """Free the memory of a parameter that was replaced; an optimizer may hold it still."""
     if not (isinstance(parameter, DTensor) or parameter.is_meta):
         parameter.data = parameter.data.new_empty(0)

@@ -44,6 +44,7 @@ from trainer.engines.fsdp import (
     ShardedGradients,
     check_takes_shards,
     disable_mixed_foreach,
+    free,
     rank_along,
 )
 from trainer.engines.lockstep import has_sync_batch_norm
@@ -271,6 +272,8 @@ class Pipeline(SingleDevice):
         self.stage_weights = self._share_weights(split=split)
         self.layers.wrap()
         self._replaced |= self.layers.replaced
+        for old, _ in self.layers.replaced.values():
+            free(old)
         self._generators = module_generators(module)
         self._names_of_generators = group_equal(self._generators)
         self.broadcast_buffers()
@@ -318,9 +321,12 @@ class Pipeline(SingleDevice):
                 "all parameters together, or updates in backward. Use AdamW or SGD, or train "
                 "without pp_size."
             )
+        replaced = self.layers.replaced
         for group in optimizer.param_groups:
-            replaced = self.layers.replaced
             group["params"] = [replaced.get(id(p), (p, p))[1] for p in group["params"]]
+        for parameter in list(optimizer.state):  # some optimizers make it at once
+            if isinstance(replaced.get(id(parameter), (None, parameter))[1], Absent):
+                del optimizer.state[parameter]
         if self._data_mesh is not None:
             check_takes_shards(optimizer, "dp_shard_size and tp_size")
             disable_mixed_foreach(optimizer, lambda p: not isinstance(p, Absent))
@@ -1008,6 +1014,7 @@ class PipelineGradients(ShardedGradients):
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter, from the stage that has it; collective."""
         engine = self._engine
+        parameter = self._replaced.get(id(parameter), (parameter, parameter))[1]
         owner = engine.layers.owners[id(parameter)][0]
         here = owner == engine._place
         flag = torch.tensor([float(parameter.grad is not None)], device=engine.options.device)

@@ -109,7 +109,7 @@ class StageLayers:
         own: The parameters that have values here.
         owners: The ranks in a pipeline that have each parameter, by its ``id``.
         replaced: The parameters that were replaced and what took their place, by the ``id`` of
-            each; the old ones are kept, so that no ``id`` recurs.
+            each; the old ones are kept, so that no ``id`` recurs, but not their values.
         current: The pass that runs; None outside of steps.
         in_own_layer: Whether a layer of this process runs, and not the code around the layers.
 
@@ -152,13 +152,14 @@ class StageLayers:
             before: The parameters that were replaced.
             after: What took the place of each.
         """
-        new = {id(old): made for old, made in zip(before, after, strict=True)}
-        for old, made in zip(before, after, strict=True):
-            self.owners[id(made)] = self.owners[id(old)]
-            self.replaced[id(old)] = old, made
-        for number, (old, made) in list(self.replaced.items()):
-            self.replaced[number] = old, new.get(id(made), made)
-        self.own = [new.get(id(parameter), parameter) for parameter in self.own]
+        new = {id(old): (old, made) for old, made in zip(before, after, strict=True)}
+        self.own = [new.get(id(old), (old, old))[1] for old in self.own]
+        for old, made in new.values():
+            self.owners[id(made)] = self.owners.pop(id(old))
+        # What had taken the place of another is known to nobody else, so nothing keeps it.
+        for number, (old, made) in self.replaced.items():
+            self.replaced[number] = old, new.pop(id(made), (made, made))[1]
+        self.replaced |= new
 
     def _divide(self, module: nn.Module, plan: StagePlan) -> None:
         """Replace the weights of other stages by absent ones, and note who has which."""

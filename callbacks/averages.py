@@ -27,8 +27,8 @@ class Averages:
         use_buffers: Average floating-point buffers that are part of the ``state_dict`` too, such as
             the statistics of batch normalisation. ``"copy"`` keeps their values at the latest
             update.
-        device: Where the averages are kept; None keeps each beside its weight. Averages of sharded
-            weights are beside them in any case.
+        device: Where the averages are kept; None keeps each on the device of its weight. Averages
+            of sharded weights are always on the device of the weights.
 
     Attributes:
         values: The averages by name. Between `swap_in` and `swap_out`, an entry with the weight's

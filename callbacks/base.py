@@ -46,7 +46,7 @@ class Callback:
                 log if due · validate if due (below)
                 the last window of the epoch:
                     on_train_epoch_end [m] · metrics reduced · on_train_epoch_end [c] ·
-                    theirs reduced
+                    metrics reduced again
                 on_boundary [c]                          # save or stop here
                   or on_preemption [c] after an update, if a signal came: save, the run ends here
         on_train_end [m c] · on_fit_end [m c] · teardown("fit")
@@ -56,7 +56,7 @@ class Callback:
             for each batch:
                 on_validation_batch_start [c m] · validation_step · on_validation_batch_end [m c]
             on_validation_epoch_end [m] · metrics reduced · on_validation_epoch_end [c] ·
-            theirs reduced
+            metrics reduced again
             on_validation_end [m c]
 
         save: state_dict, on_save_checkpoint [c]
@@ -70,8 +70,8 @@ class Callback:
         runs_last: Whether the Trainer calls this callback after all callbacks without this flag. A
             callback that saves checkpoints must set it, so that a checkpoint includes the decisions
             of the others.
-        requires_unsharded: Whether it reads the whole module on one process alone, so that a fit on
-            a sharded model (FSDP) refuses it.
+        requires_unsharded: Whether it reads the whole module on one process. A fit on a sharded
+            model (FSDP) raises an error for such a callback.
     """
 
     runs_last: ClassVar[bool] = False
@@ -124,18 +124,18 @@ class Callback:
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before the first batch of an epoch.
 
-        It is not called again when a run resumes inside the epoch: the checkpoint has what it
-        changed in weights, buffers and optimizers, in the number of micro-batches of an update, and
-        in attributes of the module and its parts that are numbers, texts, small tensors, or short
-        lists or dicts. What a callback changes in itself belongs in its ``state_dict``, and what it
-        must do at each start of the program in ``on_train_start``.
+        It is not called again when a run resumes inside the epoch: the checkpoint restores its
+        changes to weights, buffers, optimizers, the number of micro-batches per update, and
+        attributes of the module and its submodules that are numbers, strings, small tensors, or
+        short lists or dicts. Return the callback's own state from its ``state_dict``. Put what must
+        run at each start of the program into ``on_train_start``.
 
         With several processes, add, freeze and unfreeze parameters only here or before training, so
         that all processes all-reduce the same gradients.
         """
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the metrics of the epoch were reduced; those logged here are reduced after it."""
+        """After the epoch's metrics are reduced; metrics logged here are reduced afterwards."""
 
     def on_train_step_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before the first micro-batch of a gradient accumulation window."""
@@ -179,8 +179,8 @@ class Callback:
         """Once per optimizer step, after logging and validation: the place to save or to stop.
 
         All processes must make the same decision; a process that saves alone waits for the others
-        forever. A run that resumes from a checkpoint that a callback saved here first calls this
-        hook of the callbacks after that one.
+        forever. If a callback saved a checkpoint here, a run that resumes from it first calls this
+        hook of the callbacks after that callback.
         """
 
     def monitor_due(self, trainer: Trainer) -> bool:
@@ -206,7 +206,7 @@ class Callback:
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """After the last batch of a validation and the reduction of its metrics.
 
-        Those logged here are reduced after it.
+        Metrics logged here are reduced afterwards.
         """
 
     def on_validation_batch_start(
@@ -242,7 +242,7 @@ class Callback:
     def on_test_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """After the last batch of a test and the reduction of its metrics.
 
-        Those logged here are reduced after it.
+        Metrics logged here are reduced afterwards.
         """
 
     def on_test_batch_start(
@@ -300,7 +300,7 @@ class Callback:
         """After ``predict_step``."""
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """After an error, before it is raised. Run no collectives: other ranks may be gone."""
+        """After an error, before it is raised. Run no collectives: other ranks may have exited."""
 
     def weights_to_save(
         self, trainer: Trainer, module: TrainModule
@@ -309,7 +309,8 @@ class Callback:
 
         The first is for other tools and evaluation, such as averaged weights. The second is for a
         run that resumes, such as the trained weights. `load_state_dict` is called while the module
-        holds the first. At most one callback of a run may return them, and on every process.
+        holds the first. Only one callback of a run may return them, and it must return them on
+        every process.
         """
         return None
 

@@ -16,8 +16,8 @@ class EarlyStopping(MonitorCallback):
     """Stop the run when ``monitor`` has not improved for ``patience`` values.
 
     It is checked in ``on_boundary``, once for each newly reduced value of the metric. So
-    ``patience`` counts validations or epochs, for example. All ranks have the same value and decide
-    the same. ``min_epochs`` and ``min_steps`` of the Trainer still apply.
+    ``patience`` counts validations or epochs, for example. All ranks have the same value and make
+    the same decision. ``min_epochs`` and ``min_steps`` of the Trainer still apply.
 
     Args:
         monitor: Name of a logged metric.

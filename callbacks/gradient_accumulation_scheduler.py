@@ -17,10 +17,10 @@ class GradientAccumulationScheduler(Callback):
     """Change ``gradient_accumulation_steps`` at the beginning of given epochs.
 
     ``GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})`` makes an update from every 8 micro-batches
-    in epochs 0 to 3, from every 4 in epochs 4 to 7, and from each one from epoch 8 on. Without an
-    entry for epoch 0, the Trainer's own ``gradient_accumulation_steps`` applies until the first
-    entry. The gradient is the mean over the whole window, whatever its length; the learning rate is
-    not changed.
+    in epochs 0 to 3, from every 4 in epochs 4 to 7, and from each micro-batch from epoch 8 on.
+    Without an entry for epoch 0, the Trainer's own ``gradient_accumulation_steps`` applies until
+    the first entry. The gradient is the mean over the whole window, whatever its length; the
+    learning rate is not changed.
 
     Args:
         scheduling: A dict from epoch (from 0) to the number of micro-batches per process and update
@@ -29,7 +29,7 @@ class GradientAccumulationScheduler(Callback):
     Raises:
         ValueError: ``scheduling`` is not a dict or is empty, an epoch is below 0 or a number of
             micro-batches below 1; in ``fit``, if the module uses manual optimisation.
-        TypeError: An epoch or a number is no number.
+        TypeError: An epoch or a number of micro-batches is not an int.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
@@ -51,7 +51,7 @@ class GradientAccumulationScheduler(Callback):
             refuse_manual_optimization(self, module)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Set the number for this epoch; it depends on the epoch alone, so nothing is saved."""
+        """Set the number for this epoch; it depends only on the epoch, so no state is saved."""
         now = trainer.gradient_accumulation_steps  # before the first entry, the Trainer's argument
         trainer.gradient_accumulation_steps = self.steps_in(trainer.current_epoch, now)
 

@@ -69,8 +69,9 @@ class ModelCheckpoint(Callback):
         mode: ``min`` if smaller is better, ``max`` if larger is.
         every: When to save, an interval such as ``"1 epoch"``, ``500`` (steps) or ``"30 minutes"``.
         save_top_k: The number of best checkpoints to keep (without ``monitor``, of the newest); -1
-            keeps every checkpoint, 0 keeps none because of its rank.
-        save_last: Save whenever due, whatever the rank, and keep this many newest ones; True is 1.
+            keeps every checkpoint, 0 keeps none by rank.
+        save_last: Save whenever due, whatever the rank, and keep this many newest checkpoints; True
+        is 1.
         on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked. The run
             that resumes from it ranks the update, and removes the checkpoint if it is not to be
             kept.
@@ -86,12 +87,12 @@ class ModelCheckpoint(Callback):
         dirpath: The folder of the checkpoints; None takes the Trainer's. Two instances in one run
             need different folders.
         mirror: An fsspec URL such as ``"s3://bucket/run"``, one for each run. Committed checkpoints
-            are uploaded there in the background, and removed there when they are removed here. On a
-            new machine, ``ckpt_path="auto"`` fetches them. Credentials come from the environment or
-            the service's own files.
+            are uploaded in the background, and removed from the URL when the local copy is removed.
+            On a new machine, ``ckpt_path="auto"`` fetches them. Credentials come from the
+            environment or the service's configuration files.
         log_model: Record the best checkpoint as a model in all trackers that take one, when the
-            training ends (`GeneralTracker.log_model`). What a service has not taken within the
-            trackers' 30 seconds at the end is left behind.
+            training ends (`GeneralTracker.log_model`). An upload that takes longer than the
+            trackers' 30 seconds at the end of the run is abandoned.
 
     Attributes:
         directory: The folder in use, None before ``fit``.

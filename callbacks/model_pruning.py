@@ -33,29 +33,31 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class ModelPruning(Callback):
     """Prune parameters at the end of epochs, with ``torch.nn.utils.prune``.
 
-    During a run the parameters are in torch's form, at first with masks of ones: ``weight_orig``
-    and the buffer ``weight_mask``. So are those in checkpoints, from which a run can resume. After
-    a run the module has its own names again, with `make_pruning_permanent`.
+    During a run the parameters have torch's pruned form: ``weight_orig`` and the buffer
+    ``weight_mask``, which begins as ones. Checkpoints have the same form, so that a run can resume.
+    After a run, `make_pruning_permanent` restores the original names.
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``,
             ``"random_structured"``, or a class of torch's `BasePruningMethod`.
         parameters_to_prune: Submodules with the names of their parameters; all if empty.
-        parameter_names: The names to take of all submodules: ``"weight"``, ``"bias"`` or both.
-        use_global_unstructured: Whether the parameters are compared with each other.
+        parameter_names: Names of the parameters to prune in all submodules: ``"weight"``,
+        ``"bias"`` or both.
+        use_global_unstructured: Compare all parameters with each other, not only those of the same
+        tensor.
         amount: The share or the number to prune, or a function of the epoch.
-        apply_pruning: Whether to, or a function of the epoch.
-        make_pruning_permanent: Whether to remove the masks at the end.
-        use_lottery_ticket_hypothesis: Whether the remaining parameters get their first values
-            again, or a function of the epoch.
-        resample_parameters: Draw other values instead, each time.
+        apply_pruning: Whether to prune, or a function of the epoch that returns it.
+        make_pruning_permanent: Whether to apply and remove the masks at the end.
+        use_lottery_ticket_hypothesis: Whether to reset the remaining parameters to their initial
+            values, or a function of the epoch that returns it.
+        resample_parameters: Draw new random values instead, each time.
         pruning_dim: The dimension of structured methods.
         pruning_norm: The norm of ``"ln_structured"``.
         verbose: 1 logs how much is pruned, 2 for each parameter too.
         prune_on_train_epoch_end: False prunes after the validation instead.
 
     Raises:
-        ValueError: An argument is missing or has another value.
+        ValueError: An argument is missing or invalid.
         TypeError: A number has the wrong type.
     """
 
@@ -211,7 +213,7 @@ class ModelPruning(Callback):
                     logger.info("Pruned %d of %d in %s of %s.", pruned, mask.numel(), name, part)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the parameters to their initial values, or draw others; the masks stay."""
+        """Reset the parameters to their initial values, or draw new ones; the masks stay."""
         sources = self._originals
         if self._resample_parameters:
             sources = copy.deepcopy(sources)

@@ -77,7 +77,7 @@ def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None)
 
     A row includes all of its submodules. A parameter that several submodules share (tied weights)
     is counted in the row of each, but only once in the totals. Counts are those of the whole model;
-    if it is sharded, a line tells how much of it this process holds.
+    if it is sharded, a line shows how much of it this process holds.
 
     Args:
         module: Any module.
@@ -117,7 +117,7 @@ class ModelSummary(Callback):
     """Print a table of the model's submodules when ``fit`` begins, see :func:`summarize`.
 
     Args:
-        max_depth: Levels of nesting to show; 0 shows the totals alone, -1 every level.
+        max_depth: Levels of nesting to show; 0 shows only the totals, -1 every level.
         flops: Count the FLOPs of the first batch's forward pass, up to its first backward, in total
             and by module, and print the table after this batch. Nothing runs twice and no result
             changes, but this batch runs without ``torch.compile``. Each process counts its own

@@ -98,7 +98,7 @@ class Monitor:
 
 
 class MonitorCallback(Callback):
-    """A callback that judges each new value of a metric; its findings are its state."""
+    """A callback that checks each new value of a metric; its results are its state."""
 
     _monitor: Monitor
     _STATE: ClassVar[tuple[str, ...]]  # attributes that a checkpoint stores
@@ -132,6 +132,6 @@ class MonitorCallback(Callback):
             setattr(self, name, state[name])
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Reset the findings of an earlier run, unless this run resumes or continues it."""
+        """Reset the results of an earlier run, unless this run resumes or continues it."""
         if trainer.batches_seen == 0 and trainer.global_step == 0:
             self._begin()

@@ -19,11 +19,11 @@ logger = module_logger(__name__)
 class OnExceptionCheckpoint(Callback):
     """Save the weights of each process in which training fails, for inspection.
 
-    They are saved to ``exception-<step>-rank-<rank>`` as that process has them, possibly in the
-    middle of an update. No run can resume from them; use `ModelCheckpoint` for that, whose
-    ``on_exception=True`` also does the same in its own folder. An interrupt (Ctrl-C) is not a
-    failure: it saves the run itself. A process of a sharded model has only its part of the weights,
-    so that `fit` refuses this callback there.
+    They are saved to ``exception-<step>-rank-<rank>``, possibly in the middle of an update. No run
+    can resume from them. To resume, use `ModelCheckpoint`; its ``on_exception=True`` saves the same
+    weights in its folder. An interrupt (Ctrl-C) is not a failure: it saves the run. With a sharded
+    model, `fit` raises an error for this callback, because each process has only its shard of the
+    weights.
 
     Args:
         dirpath: The folder, by default the run's checkpoints folder.
@@ -53,7 +53,7 @@ class OnExceptionCheckpoint(Callback):
 def save_weights_at(exception: BaseException, trainer: Trainer, folder: Path) -> Path | None:
     """Save this process's weights, and return where.
 
-    None are saved if it was interrupted, as it should end at once.
+    Nothing is saved after an interrupt, so that the process ends at once.
     """
     if not isinstance(exception, Exception) or trainer.fast_dev_run:
         return None

@@ -229,12 +229,12 @@ class ProgressBar(Callback):
     """Show a progress bar for each epoch, with metrics, speed and remaining time.
 
     A line before the first epoch names the model, the devices, the precision and the folder;
-    lines after the last one name the checkpoints and how to go on. Each validation, test and
+    lines after the last epoch name the checkpoints and how to continue. Each validation, test and
     prediction has its own bar. It shows what `get_metrics` returns. The bar of a finished epoch
-    stays on the screen; the bar of a validation inside an epoch is removed.
-    Only the main process shows bars. In a notebook a finished bar becomes text. If standard error
-    is not a terminal (a log file, CI), each finished bar that stays is a line of plain text, and an
-    unfinished bar prints a line every minute.
+    stays on the screen; the bar of a validation inside an epoch is removed. Only the main process
+    shows bars. In a notebook a finished bar becomes text. If standard error is not a terminal (a
+    log file, CI), each finished bar that stays is a line of plain text, and an unfinished bar
+    prints a line every minute.
 
     Args:
         refresh_rate: The maximum number of redraws per second; 0 shows nothing.
@@ -260,7 +260,7 @@ class ProgressBar(Callback):
     def choose_view(self) -> OpenView | None:
         """Return the function that opens a bar in this terminal or notebook; None if impossible.
 
-        Override it to draw bars in another way.
+        Override it to draw bars differently.
         """
         notebook = in_notebook()
         if not notebook and sys.stderr is None:  # in a service, or if it was closed
@@ -285,8 +285,8 @@ class ProgressBar(Callback):
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
         """Return the values that the bar shows: those logged with ``prog_bar=True``.
 
-        It is called when a bar is redrawn, on the main process alone. Override it to show others:
-        floats are shown with four digits, everything else as its ``str``.
+        It is called when a bar is redrawn, only on the main process. Override it to show other
+        values: floats are shown with four digits, everything else as its ``str``.
         """
         return dict(trainer.progress_values(wait=self._wait))
 

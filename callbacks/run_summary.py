@@ -36,7 +36,7 @@ def begin_line(trainer: Trainer, module: TrainModule) -> str:
 
 
 def end_lines(trainer: Trainer) -> str:
-    """Return lines with the run's length, its best and last checkpoint, and how to go on."""
+    """Return lines with the run's length, its best and last checkpoint, and how to continue."""
     progress = trainer.progress
     lines = [
         f"Finished {_count(progress.epochs, 'epoch')}, {_count(progress.steps, 'update')}, "

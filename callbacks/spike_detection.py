@@ -32,8 +32,8 @@ class SpikeDetection(MonitorCallback):
     becomes the normal one.
 
     It uses values when they are logged anyway (``log_every``, or the end of an epoch) and never
-    waits for the device. They are reduced over all processes, so that all decide the same. In a run
-    with one process on an accelerator, a step's value is read one update later.
+    waits for the device. They are reduced over all processes, so that all processes make the same
+    decision. In a run with one process on an accelerator, a step's value is read one update later.
 
     Args:
         monitor: Name of a logged metric, the training loss for example.

@@ -29,7 +29,7 @@ class Timer(Callback):
         duration: How long to train: ``"30 minutes"``, ``"00:12:00:00"`` (days, hours, minutes,
             seconds), a ``timedelta``, or its arguments as a dict. None only measures.
         interval: Check the clock after each update (``"step"``) or epoch (``"epoch"``).
-        verbose: Print that the time is over.
+        verbose: Print a message when the time limit is reached.
 
     Raises:
         ValueError: The duration is not a time above zero, or the interval is unknown.
@@ -85,7 +85,9 @@ class Timer(Callback):
         self._since["train"] = time.monotonic()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Read rank 0's clock, which all ranks share, and stop the run when the time is over."""
+        """Read rank 0's clock, which all ranks share, and stop the run when the time limit is
+        reached.
+        """
         elapsed = self._elapsed["train"] = trainer.progress.seconds
         self._since["train"] = time.monotonic()
         if self.duration is None or elapsed < self.duration:

@@ -27,7 +27,7 @@ class WeightAveraging(Callback):
     swapped with the weights. In checkpoints, ``model.safetensors`` holds the averages, for
     ``load_from_checkpoint``, ``ckpt_path`` of `test` and other tools. ``trained.safetensors`` holds
     the exact trained weights, from which a run resumes, with or without this callback. Outside a
-    fit, `validate`, `test` and `predict` use the module's weights as they are.
+    fit, `validate`, `test` and `predict` use the module's current weights.
 
     It needs memory for one copy of the trained weights (float32 for 16-bit weights).
 

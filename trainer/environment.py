@@ -58,7 +58,7 @@ class Launch:
         """Check that the rank fits the number of processes."""
         if not (self.world_size >= 1 and 0 <= self.rank < self.world_size):
             raise ValueError(
-                f"{self.launcher} says rank {self.rank} of {self.world_size} processes; the rank "
+                f"{self.launcher} sets rank {self.rank} of {self.world_size} processes; the rank "
                 "must be at least 0 and below the number of processes. Check the launcher's "
                 "environment variables."
             )

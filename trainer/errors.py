@@ -3,7 +3,7 @@
 Invalid input raises a plain ``ValueError`` or ``TypeError`` at once. The types here are for errors
 that occur later::
 
-    CheckpointError   a checkpoint is missing, damaged, foreign or could not be written
+    CheckpointError   a checkpoint is missing, damaged, of another library or run, or not written
     MetricError       ranks disagree about what was logged, or `log` was called where it cannot work
     DistributedOperationException
                       ranks called different collectives, or one with tensors that do not fit
@@ -57,7 +57,7 @@ class _Error(RuntimeError):
 
 
 class CheckpointError(_Error):
-    """A checkpoint is missing, damaged, foreign, or could not be written."""
+    """A checkpoint is missing, damaged, of another library or run, or could not be written."""
 
 
 class LaterReleaseError(CheckpointError):

@@ -117,8 +117,8 @@ def with_home(name: str, path: str | os.PathLike[str]) -> str:
     known = os.path.expanduser(path)  # Path.expanduser would also expand ./~
     if known.startswith("~"):
         raise ValueError(
-            f"{name} is {known!r}, but this home is not known. Give the whole path, or ./~… for a "
-            "folder of that name."
+            f"{name} is {known!r}, but that home folder is unknown. Give the whole path, or "
+            "./~… for a folder of that name."
         )
     return known
 

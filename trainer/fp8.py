@@ -209,8 +209,8 @@ class TransformerEngineLayers:
                 options[name] = value
             elif value != default:
                 raise ValueError(
-                    f"{name} is {value!r}, but the installed transformer_engine has no such option "
-                    f"any more: leave it at {default!r}."
+                    f"{name} is {value!r}, but the installed transformer_engine no longer has "
+                    f"this option: leave it at {default!r}."
                 )
         self._scaling = scaling.DelayedScaling(**options)
 

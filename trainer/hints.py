@@ -5,7 +5,7 @@ A text follows "use" in a sentence, or is an instruction of its own. There is no
 
 MANUAL = "set automatic_optimization = False and do it in training_step"
 NO_LOGGER = (
-    "trackers run on their own threads, so that none can slow or stop the training. Log values "
+    "trackers run on background threads, so they cannot slow or stop the training. Log values "
     "with self.log; name trackers in Trainer(log_with=...), and use trainer.trackers for images "
     "and tables"
 )

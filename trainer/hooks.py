@@ -416,8 +416,8 @@ def without_batch_idx(module: nn.Module) -> dict[str, Callable[..., Any]]:
         for argument, hint in STEP_ARGUMENTS.items():
             if argument in takes.parameters:
                 raise TypeError(
-                    f"{type(module).__name__}.{name} takes {argument}, which no step is given "
-                    f"here: {hint}."
+                    f"{type(module).__name__}.{name} takes {argument}, which no step receives in "
+                    f"Cadence: {hint}."
                 )
         kinds = [parameter.kind for parameter in takes.parameters.values()]
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

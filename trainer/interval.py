@@ -33,8 +33,8 @@ def _parse_text(text: str) -> tuple[float, Unit, int]:
     found = _OF_EPOCHS.fullmatch(of)
     if of and found is None:
         raise ValueError(
-            f"An interval that is counted anew in epochs ends in 'of each epoch' or in 'of every "
-            f"3 epochs', got {text!r}."
+            "An interval that restarts in each epoch ends in 'of each epoch' or in 'of every 3 "
+            f"epochs', got {text!r}."
         )
     of_epochs = int(found[1] or 1) if found else 0
     word = word.strip().lower()
@@ -112,8 +112,8 @@ class Interval:
             raise ValueError("An interval in batches is written '100 batches of each epoch'.")
         if self.of_epochs and self.unit not in ("batches", "epochs"):
             raise ValueError(
-                f"What is counted anew in each epoch are batches, or a part of it, got {self.unit}:"
-                " write '100 batches of each epoch' or '0.3 epochs of each epoch'."
+                "Only batches or a fraction of an epoch can be counted per epoch, got "
+                f"{self.unit}: write '100 batches of each epoch' or '0.3 epochs of each epoch'."
             )
         if self.unit in ("steps", "items", "batches") and self.every != int(self.every):
             raise ValueError(

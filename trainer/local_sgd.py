@@ -49,9 +49,9 @@ class LocalSGD:
         engine = accelerator.engine
         if engine.parallel.divides_state or engine.driver is not None:
             raise NotImplementedError(
-                "LocalSGD needs the whole model on each process, to train it apart, but "
-                f"{accelerator.distributed_type} updates all together: train with DDP, or leave "
-                "LocalSGD out."
+                "LocalSGD needs the whole model on each process, to train it independently, but "
+                f"{accelerator.distributed_type} updates all processes together: train with DDP, "
+                "or leave LocalSGD out."
             )
         self.accelerator, self.model = accelerator, model
         self.local_sgd_steps = local_sgd_steps

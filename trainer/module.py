@@ -55,15 +55,15 @@ else:
             def refuse(*_: Any, **__: Any) -> NoReturn:
                 name = f"{owner.__name__}.{bound.__name__}"
                 raise TypeError(
-                    f"{name} returns a new module, and was called on an instance, which would stay "
-                    f"as it is. Call it on the class: module = {name}(path)."
+                    f"{name} returns a new module, but was called on an instance, which it would "
+                    f"not change. Call it on the class: module = {name}(path)."
                 )
 
             return refuse
 
 
 class NoLogger:
-    """In place of the loggers of a LightningModule: an error as soon as it is used as one."""
+    """Replaces the loggers of a LightningModule; any use raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"A module's logger has no {name!r}: {NO_LOGGER}.")
@@ -75,7 +75,8 @@ class NoLogger:
 class TypeOfParameters:
     """The `dtype` of a module: of its first parameter or buffer that is no integer.
 
-    Without any it is torch's default. A module may set an attribute of this name to something else.
+    Without such a tensor it is torch's default dtype. A module may set the attribute to another
+    value.
     """
 
     def __get__(self, instance: nn.Module | None, owner: type) -> Any:
@@ -179,15 +180,15 @@ class TrainModule(nn.Module):
             map_location: The device to move the module to; by default it stays where ``__init__``
                 created it.
             strict: Require all weights to match by name and shape, and the class to take all saved
-                arguments (unless these and `kwargs` cover all of its own). False loads what matches
-                and logs the others. None takes `strict_loading`.
+                arguments (unless these and `kwargs` cover all of its arguments). False loads what
+                matches and logs the others. None takes `strict_loading`.
             **kwargs: Arguments for the class; they override saved ones.
 
         Raises:
             CheckpointError: There is no intact checkpoint at `path`, the class does not take the
                 saved arguments, or the weights do not match the module.
-            TypeError: An argument is neither saved nor given, or the class does not take one that
-                was given.
+            TypeError: An argument is neither saved nor passed, or the class does not take a passed
+                argument.
         """
         device = None if map_location is None else torch.device(map_location)
         if path is None:  # otherwise it is an argument of the class
@@ -218,8 +219,8 @@ class TrainModule(nn.Module):
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__} has no trainer: it has one only while fit, validate, "
-                "test or predict run, and as a part of another module only if it was created in "
+                f"{type(self).__name__} has no trainer: a module has a trainer only while fit, "
+                "validate, test or predict run, and a submodule only if it was created in "
                 "__init__, setup or configure_model. (Did __init__ call super().__init__()?)"
             )
         return trainer
@@ -267,8 +268,8 @@ class TrainModule(nn.Module):
         """Gather and stack the tensors of all processes; collective.
 
         Every process must call it, as in a step. At the end of the data some ranks may have no
-        batch: they call no hook of a batch, and their step has a dummy batch, which the result then
-        contains. To leave it out, set `limit_train_batches` to a multiple of the number of
+        batch: they call no batch hooks, and their step runs a dummy batch, whose values are in the
+        result. To avoid dummy batches, set `limit_train_batches` to a multiple of the number of
         processes.
 
         Args:
@@ -339,8 +340,8 @@ class TrainModule(nn.Module):
         Raises:
             RuntimeError: There is no run, or this hook cannot log (`MetricError`).
             ValueError: The value has several elements, the reduction is unknown or differs from an
-                earlier call's, or an argument asks for something unsupported.
-            TypeError: The value is not a number, or there is no such argument.
+                earlier call's, or an argument has an unsupported value.
+            TypeError: The value is not a number, or an argument is unknown.
         """
         if others:
             reduce = log_arguments(name, others).get("reduce", reduce)
@@ -584,9 +585,8 @@ class TrainModule(nn.Module):
         """
         if "_toggled" in self.__dict__:
             raise RuntimeError(
-                "toggle_optimizer was called twice without untoggle_optimizer in between, which "
-                "would lose the record of which parameters required gradients. Call "
-                "untoggle_optimizer first."
+                "toggle_optimizer was called twice without untoggle_optimizer in between, so the "
+                "original requires_grad flags would be lost. Call untoggle_optimizer first."
             )
         trained = set(parameters_of([optimizer]))
         others = [p for p in parameters_of(self.trainer.optimizers) if p not in trained]
@@ -650,8 +650,8 @@ class TrainModule(nn.Module):
         if gradient_clip_val is not None:
             if max_grad_norm is not None or max_grad_value is not None:
                 raise ValueError(
-                    f"clip_gradients got gradient_clip_val={gradient_clip_val!r} along with "
-                    "max_grad_norm or max_grad_value, which mean the same; give one of them."
+                    f"clip_gradients got gradient_clip_val={gradient_clip_val!r} together with "
+                    "max_grad_norm or max_grad_value, which set the same limit; pass one of them."
                 )
             if gradient_clip_algorithm == "value":
                 max_grad_value = gradient_clip_val
@@ -672,10 +672,10 @@ class TrainModule(nn.Module):
     # -- the parts of an update, for a module that overrides them ---------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; override it to do it in another way.
+        """Run the backward pass; override it to change how.
 
-        It is called with the loss that is scaled for the window and for fp16, also by
-        `manual_backward`.
+        The loss is already scaled for the accumulation window and for fp16. `manual_backward` calls
+        this hook too.
 
         Args:
             loss: A tensor of shape ().
@@ -691,7 +691,7 @@ class TrainModule(nn.Module):
         optimizer: Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Make the update of an optimizer in automatic optimisation; an override decides about it.
+        """Step an optimizer in automatic optimisation; an override may skip the update.
 
         If an override does not step, the update is skipped.
 
@@ -709,11 +709,11 @@ class TrainModule(nn.Module):
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Advance a learning rate scheduler; override it for one whose ``step`` is another.
+        """Advance a learning rate scheduler; override it if its ``step`` takes other arguments.
 
         Args:
             scheduler: The scheduler.
-            metric: The value of its ``monitor``; None if it takes none.
+            metric: The value of its ``monitor``; None without a monitor.
         """
         if metric is None:
             scheduler.step()
@@ -755,7 +755,8 @@ class TrainModule(nn.Module):
     def on_train_epoch_start(self) -> None:
         """Before an epoch's first accumulation window; not again if a run resumes inside it.
 
-        See `callbacks.Callback.on_train_epoch_start`, also for what the checkpoint has of it.
+        See `callbacks.Callback.on_train_epoch_start`, which also lists what a checkpoint stores of
+        its effects.
         """
 
     def on_train_epoch_end(self) -> None:
@@ -770,9 +771,9 @@ class TrainModule(nn.Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before `training_step`.
 
-        Returning -1 leaves this rank's batch out, as one of weight 0, and ends the epoch for all
-        ranks with this update (on several accelerators, if not all return it, with the next one).
-        An update of which all batches are left out is not made.
+        Returning -1 skips this rank's batch (weight 0), and ends the epoch on all ranks with this
+        update. On several accelerators, if not all ranks return -1, the epoch ends with the next
+        update. An update is skipped if all of its batches are.
         """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -872,7 +873,7 @@ def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
     for root in (folder, folder / "checkpoints"):
         if checkpoints := committed(root):
             raise CheckpointError(
-                f"{folder} is a folder of checkpoints; give one of them, such as the newest, "
+                f"{folder} is a folder of checkpoints; pass one of them, such as the newest, "
                 f"{checkpoints[-1]}."
             )
     folder = locate(folder)

@@ -53,7 +53,7 @@ def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> Any:
     if hasattr(value, "tolist"):
         return to_json(value.tolist(), default)
     if default is None:
-        raise TypeError(f"{value!r} of type {type(value).__name__} has no form in JSON")
+        raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as JSON")
     return to_json(default(value))
 
 

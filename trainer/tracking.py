@@ -133,7 +133,7 @@ class RunTrackers:
             raise TypeError(f"config is {config!r}; it must be a dict, a namespace or a dataclass.")
         self._warn_of_unknown(init_kwargs or {})
         if self._end is not None and self._end.alive:
-            raise RuntimeError("The trackers are running already. Call end_training() first.")
+            raise RuntimeError("The trackers are already running. Call end_training() first.")
         self._starts += 1
         self._trackers = _main_first(
             lambda: self._make(project_name, init_kwargs),

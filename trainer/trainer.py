@@ -159,9 +159,9 @@ class Trainer:
             manual optimisation only gradients are checked, and ``"skip"`` raises an error.
         max_skipped_in_row: End the run after this many skipped updates in a row.
         deterministic: Call ``torch.use_deterministic_algorithms`` for each run: operations without
-            a deterministic implementation raise; with ``"warn"`` they warn. On CUDA they need
-            ``CUBLAS_WORKSPACE_CONFIG``, which is set here, and which torch reads at the first
-            product of matrices: set it yourself if there is one before.
+            a deterministic implementation raise; with ``"warn"`` they warn. On CUDA they need the
+            environment variable ``CUBLAS_WORKSPACE_CONFIG``. The Trainer sets it; set it yourself
+            if the script multiplies matrices on the GPU before creating the Trainer.
         detect_anomaly: Make autograd report the forward operation whose gradient is NaN; slow.
         sync_batchnorm: Convert batch normalisation to ``torch.nn.SyncBatchNorm`` if there are
             several processes.
@@ -181,10 +181,10 @@ class Trainer:
             the time of each part, which add up to the total, and advice for the largest part. It is
             also written to ``profile-<stage>.json`` in `project_dir`. Times are those of rank 0,
             measured on CUDA with events in the device's stream, without synchronising, and
-            elsewhere with the host's clock. `ProfileKwargs` profiles with torch's profiler, as
-            `Accelerator.profile` does, each process by itself: a step of its schedule is an update,
-            or a batch of an evaluation, and without `output_trace_dir` or `on_trace_ready` traces
-            are written to ``profile-<stage>`` in `project_dir`.
+            elsewhere with the host's clock. `ProfileKwargs` profiles each process with torch's
+            profiler, as `Accelerator.profile` does. A step of its schedule is an update, or a batch
+            of an evaluation. Without `output_trace_dir` or `on_trace_ready`, traces are written to
+            ``profile-<stage>`` in `project_dir`.
         barebones: Disable everything optional, to measure the training alone: progress bar,
             checkpoints, trackers, ``metrics.jsonl``, the sanity check, the check of `non_finite`,
             and `self.log` in training. No files are written. The trained weights are the same as
@@ -192,7 +192,7 @@ class Trainer:
             `log_with`, `project_name`, `run_name`, `log_every`, `num_sanity_val_steps`,
             `non_finite`, `max_skipped_in_row`, `profile`, `fast_dev_run`, `detect_anomaly`,
             `slurm_requeue`. Their defaults and values that disable a part are accepted, as are
-            `progress_bar` and `checkpointing`; `project_dir` is only where `ckpt_path` looks.
+            `progress_bar` and `checkpointing`; `project_dir` is only used to find `ckpt_path`.
         slurm_requeue: Requeue the SLURM job when SIGUSR1 (``sbatch --signal=USR1@120``) or
             `max_time` has ended the run.
         checkpointing: Keep the last checkpoint unless a `ModelCheckpoint` is among the callbacks.
@@ -200,8 +200,8 @@ class Trainer:
             `project_configuration` replaces `project_config`. An `Accelerator` with settings for
             custom loops, such as trackers, raises an error.
         dtype: Convert the module and the floating-point tensors of its batches to ``"bfloat16"``,
-            ``"float64"`` or another type of torch, in which steps and `configure_model` create
-            tensors too. `mixed_precision` instead keeps the weights in float32.
+            ``"float64"`` or another type of torch, and create tensors in steps and
+            `configure_model` in this type. `mixed_precision` instead keeps the weights in float32.
         mixed_precision: See `Accelerator`.
         cpu: See `Accelerator`.
         dataloader_config: See `Accelerator`. The Trainer gives each process whole batches, reads on
@@ -370,8 +370,8 @@ class Trainer:
                     )
                 if name in _defaults() and name not in ("accelerator", "callbacks"):
                     raise AttributeError(
-                        f"Trainer.{name} cannot be set later: pass it to Trainer({name}=...) when "
-                        "it is made."
+                        f"Trainer.{name} cannot be set after the Trainer is created: pass "
+                        f"Trainer({name}=...)."
                     )
             super().__setattr__(name, value)
 
@@ -433,7 +433,7 @@ class Trainer:
 
         Raises:
             ValueError: The arguments, the module or the data are not valid for a run; or another
-                run is using `project_dir`, or has its checkpoints there.
+                run uses `project_dir` or has checkpoints in it.
             TypeError: The module lacks a method, or a method returned a wrong type.
             CheckpointError: The requested checkpoint is missing, damaged or does not match.
             Preempted: SIGTERM, SIGINT or SIGUSR1 arrived, or `max_time` has passed, and the run was
@@ -604,24 +604,23 @@ class Trainer:
 
         At a boundary (``on_boundary`` of a callback) and after the fit, it is saved at once. Inside
         a gradient accumulation window, and before the first one, the run has no complete state to
-        save. The request is then pending until the next boundary, and the save is made after the
-        callbacks there: on all processes if any of them requested it, and once per path. (With
-        several processes, a request made after the window's all-reduce, as in
+        save. The request is then pending until the next boundary, and the checkpoint is saved after
+        the callbacks of that boundary: on all processes if any of them requested it, and once per
+        path. (With several processes, a request made after the window's all-reduce, as in
         ``on_train_batch_end``, reaches the others at the next validation or update, and is saved at
         that boundary; on an accelerator it may take one more update.) If the fit fails first,
         pending saves are logged.
 
         Args:
-            path: The checkpoint's folder. A checkpoint there is replaced.
+            path: The checkpoint's folder. An existing checkpoint at this path is replaced.
             filepath: Another name of `path`.
             weights_only: Save only the weights; a run cannot resume from them.
             background: Return once the state is copied to host memory, and write it while training
-                continues. One save is in flight at a time; the next save and the end of `fit` wait
-                for it.
+                continues. One save runs at a time; the next save and the end of `fit` wait for it.
             required: True: a failure to write ends the run. False: it is logged.
-            links: Symlinks that point to it once it is committed, if True. Those with False are
-                removed if what they point to is then gone.
-            displaces: Checkpoints to remove then.
+            links: Names of symlinks. True: the link points to the checkpoint once it is committed.
+                False: the link is removed if its target no longer exists.
+            displaces: Checkpoints to remove after the commit.
 
         Returns:
             The checkpoint's folder. It is committed, unless the save is in the background, is
@@ -645,9 +644,10 @@ class Trainer:
         if run.boundary_thread is None:
             if self._run is not run:
                 raise RuntimeError(
-                    "save_checkpoint has nothing to save: the latest fit failed inside a window, "
-                    "where the run is between two states. ModelCheckpoint(on_exception=True) saves "
-                    "the weights of that moment; to resume, use an earlier checkpoint."
+                    "save_checkpoint has nothing to save: the latest fit failed inside an "
+                    "accumulation window, so the state is incomplete. "
+                    "ModelCheckpoint(on_exception=True) saves the weights at the exception; to "
+                    "resume, use an earlier checkpoint."
                 )
             run.saving.pending_saves.add(
                 target,
@@ -688,7 +688,7 @@ class Trainer:
         require_space(run, folder, on_each_node=self._context.project.on_each_node)
 
     def wait_for_save(self, path: str | os.PathLike[str] | None = None) -> bool:
-        """Wait for the save in flight, if any; collective.
+        """Wait for the running save, if any; collective.
 
         Args:
             path: The checkpoint to wait for, as given to `save_checkpoint`; by default the latest.
@@ -710,7 +710,7 @@ class Trainer:
 
         Raises:
             RuntimeError: No fit is running.
-            CheckpointError: There is something other than a checkpoint at `path`.
+            CheckpointError: `path` exists and is not a checkpoint.
             OSError: Writing failed.
         """
         run = self._fit_run("save_own_weights")
@@ -752,7 +752,7 @@ class Trainer:
     def update_batch_norm(self) -> None:
         """Recompute batch normalisation statistics over an epoch of the training data; collective.
 
-        It is for weights that training did not produce directly, such as averaged weights. Call it
+        Use it for weights that training did not produce directly, such as averaged weights. Call it
         on every process at a boundary. See `trainer.loops.buffers`.
 
         Raises:
@@ -858,7 +858,7 @@ class Trainer:
 
         For a map-style dataset this includes samples that the user's `collate_fn` dropped. If the
         dataset yields whole batches (``batch_size=None``), each process assumes that all batches of
-        a global batch have the size of its own.
+        a global batch have the size of its batch.
         """
         return self._counters.samples_seen
 
@@ -891,7 +891,8 @@ class Trainer:
         an epoch before the callbacks' ``on_train_epoch_end``, and at a boundary where a callback or
         scheduler uses its `monitor`. Until then, a value is this process's own; the value of an
         epoch is its value so far. In ``on_boundary`` with several processes, the last reduced value
-        is given instead, so that all processes decide the same. Reading never communicates.
+        is returned instead, so that all processes make the same decision. Reading never
+        communicates.
         """
         latest = {} if self._recorder is None else self._recorder.latest_values()
         run, fit = self._run, self._fitting
@@ -956,8 +957,8 @@ class Trainer:
         """
         raise TypeError(
             "A Trainer cannot be pickled or copied: it holds threads, files and process groups. "
-            "Pickle the module (it leaves its trainer out), save a checkpoint with "
-            "trainer.save_checkpoint(path), or make a Trainer of the same arguments elsewhere."
+            "Pickle the module (without its trainer), save a checkpoint with "
+            "trainer.save_checkpoint(path), or create another Trainer with the same arguments."
         )
 
     @property
@@ -999,7 +1000,7 @@ class Trainer:
 
     @property
     def optimizer_names(self) -> list[str]:
-        """The names of `optimizers`: the given ``"name"``, else the class name, numbered if needed.
+        """The names of `optimizers`: each ``"name"``, else the class name, numbered if needed.
 
         Checkpoints and logged metrics identify optimizers by these names.
         """
@@ -1109,7 +1110,7 @@ class Trainer:
     def num_eval_batches(self) -> list[int | None]:
         """This process's number of batches of each loader in the current evaluation.
 
-        In a fit, those of the validation; in its sanity check, those of that.
+        In a fit these are the batches of the validation or of the sanity check.
         """
         return [] if self._run is None else self._run.num_eval_batches
 
@@ -1127,9 +1128,9 @@ class Trainer:
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter in `on_before_optimizer_step`; None without one.
 
-        It is the parameter's ``grad``, averaged, unscaled and not clipped yet, on every engine, and
-        is to be read only. With DeepSpeed, which keeps gradients elsewhere, in parts, it is
-        gathered: call this on all processes for the same parameters.
+        On every engine it is the averaged, unscaled gradient before clipping. Do not modify it.
+        DeepSpeed partitions gradients, so there it is gathered: call this on all processes for the
+        same parameters.
 
         Raises:
             RuntimeError: With DeepSpeed, inside a window of micro-batches.
@@ -1146,8 +1147,8 @@ class Trainer:
         ended.
 
         Args:
-            wait: Wait for values whose copy from the accelerator is not complete. False returns the
-                values of an earlier call for these.
+            wait: Wait for values that are still being copied from the accelerator. False returns
+                the values of the previous call instead.
         """
         run = self._run or self._fit
         return {} if run is None else run.metrics.progress_values(wait=wait or self._run is None)
@@ -1183,7 +1184,7 @@ class Trainer:
                 "return the loss, or set automatic_optimization = False."
             )
         if loss is None:
-            raise TypeError("manual_backward was given None; pass it the loss, a tensor.")
+            raise TypeError("manual_backward got None; pass the loss, a tensor.")
         run.manual.backward(loss, *args, **kwargs)
 
     def clip_gradients(
@@ -1225,8 +1226,8 @@ class Trainer:
         if self.fast_dev_run and ckpt_path in words:
             if self.accelerator.is_main_process:
                 logger.warning(
-                    "fast_dev_run saves no checkpoint, so ckpt_path=%r is left out: the module is "
-                    "used as it is.",
+                    "fast_dev_run saves no checkpoint, so ckpt_path=%r is ignored: the module's "
+                    "current weights are used.",
                     ckpt_path,
                 )
             ckpt_path = None

@@ -254,7 +254,7 @@ def test_errors_name_gradient_accumulation_steps(steps):
     ],
 )
 def test_a_string_is_not_taken_for_a_list(call):
-    with pytest.raises(TypeError, match=r"callbacks holds 'E'|kwargs_handlers is 'five'"):
+    with pytest.raises(TypeError, match=r"callbacks contains 'E'|kwargs_handlers is 'five'"):
         call()
 
 

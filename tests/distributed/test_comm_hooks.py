@@ -235,7 +235,7 @@ def test_bf16_hooks_are_refused_without_nccl(ranks2, kwargs):
         return str(caught.value)
 
     for text in ranks2(refused):
-        assert "with NCCL or XCCL alone. Use 'fp16'" in text
+        assert "only with NCCL or XCCL. Use 'fp16'" in text
 
 
 # -- PowerSGD ----------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_powersgd_state_of_other_options_is_dropped_with_a_warning(ranks2):
         return lines
 
     for (line,) in ranks2(run):
-        assert line.startswith("PowerSGD starts afresh")
+        assert line.startswith("PowerSGD starts with a new state")
 
 
 # -- the Trainer -------------------------------------------------------------------------------

@@ -447,7 +447,7 @@ def test_a_worker_that_hangs_in_its_fork_is_forked_again(ranks2, late):
     for rank, (values, forks, messages) in enumerate(ranks2(read)):
         assert values == [rank, rank + 2, rank + 4, rank + 6]
         assert forks >= 3
-        assert "did not begin within %g s after its fork" in messages[0]
+        assert "did not start within %g s after its fork" in messages[0]
 
 
 @old_forks

@@ -214,5 +214,5 @@ def test_map_style_data_that_differ_between_processes_are_refused(kind, ranks2, 
         trainer = Trainer(cpu=True, max_epochs=1, progress_bar=False, project_dir=tmp_path)
         trainer.fit(Net(), DataLoader(parts(kind, dist.get_rank()), 2))
 
-    with pytest.raises(RankError, match="has other samples on rank 1 than on rank 0"):
+    with pytest.raises(RankError, match="has different samples on rank 1 than on rank 0"):
         ranks2(run)

@@ -484,7 +484,7 @@ def test_callbacks_that_need_whole_weights_work_in_stage_0(ranks2, tmp_path):
         accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin(0))
         model = nn.Linear(1, 1)
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-        with pytest.raises(NotImplementedError, match="DEEPSPEED updates all together"):
+        with pytest.raises(NotImplementedError, match="DEEPSPEED updates all processes together"):
             LocalSGD(accelerator, model, 2)
 
     ranks2(fail)
@@ -950,10 +950,10 @@ class ReadsEarly(Net):
 
 
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
-    "manual": (Manual, {}, "automatic_optimization = False, but the step of DeepSpeed"),
-    "optimizers": (Two, {}, "DeepSpeed has one optimizer"),
+    "manual": (Manual, {}, "automatic_optimization = False, but DeepSpeed"),
+    "optimizers": (Two, {}, "DeepSpeed takes one optimizer"),
     "Adafactor": (optimized(torch.optim.Adafactor), {}, "Adafactor cannot update the parts"),
-    "schedule-free": (optimized(Switching), {}, "Switching has other weights for the evaluation"),
+    "schedule-free": (optimized(Switching), {}, "Switching uses different weights for evaluation"),
     "values": (
         Net,
         {"max_grad_value": 0.1, "plugin": plugin(2, offload_optimizer={"device": "cpu"})},
@@ -962,7 +962,7 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "hooks": (Clips, {}, "Clips overrides configure_gradient_clipping, but the step of DEEPSPEED"),
     "window": (ReadsEarly, {"gradient_accumulation_steps": 2}, "read inside a window"),
     "unfrozen": (Unfreezes, {"max_epochs": 2}, "last.weight, last.bias were added, frozen or"),
-    "averages": (Net, {"callbacks": [WeightAveraging()]}, "WeightAveraging puts averaged"),
+    "averages": (Net, {"callbacks": [WeightAveraging()]}, "WeightAveraging replaces the trained"),
     "fp16": (Net, {"mixed_precision": "fp16"}, "does not support mixed_precision='fp16'"),
     "communication hook": (
         Net,

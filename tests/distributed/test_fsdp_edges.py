@@ -564,7 +564,7 @@ def test_parameters_of_two_models_that_gather_separately_are_refused(ranks2, tmp
     [
         (
             {"activation_checkpointing": True, "auto_wrap_policy": "no_wrap"},
-            "activation_checkpointing .* the plugin wraps none in Net",
+            "activation_checkpointing .* the plugin creates no units in Net",
         ),
         (
             {"transformer_cls_names_to_wrap": ["Block", "Blok"]},

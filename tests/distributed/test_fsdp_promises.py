@@ -370,7 +370,9 @@ class OwnParameter(Gan):
 
 
 def test_trained_parameters_of_the_module_itself_are_refused_in_manual(ranks2, tmp_path):
-    with pytest.raises(RankError, match="OwnParameter has a trained parameter 'scale' of its own"):
+    with pytest.raises(
+        RankError, match="OwnParameter has a trained parameter 'scale' outside its submodules"
+    ):
         ranks2(lambda: trainer(tmp_path).fit(OwnParameter(), loader()))
 
 

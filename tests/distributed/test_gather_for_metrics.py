@@ -188,7 +188,7 @@ def test_an_unknown_remainder_is_logged(ranks2):
 
     for messages in ranks2(evaluate):
         assert len(messages) == 1
-        assert "does not know how many" in messages[0]
+        assert "at the end of the loader is unknown" in messages[0]
 
 
 def test_the_inner_loader_of_nested_loops_counts(ranks2):

@@ -987,12 +987,12 @@ class Without(Net):
 
 
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
-    "manual": (Manual, {}, {}, "automatic_optimization = False, but the step of megatron-core"),
+    "manual": (Manual, {}, {}, "automatic_optimization = False, but megatron-core"),
     "parameters outside": (Outside, {}, {}, "head.weight, head.bias are trained, but are outside"),
     "no model": (Without, {}, {}, "Without has none of the models of megatron-core"),
-    "optimizers": (Two, {}, {}, "megatron-core has one optimizer"),
+    "optimizers": (Two, {}, {}, "megatron-core takes one optimizer"),
     "Adafactor": (Adafactor, {}, {}, "Adafactor cannot update the parts"),
-    "schedule-free": (Free, {}, {}, "ScheduleFree has other weights for the evaluation"),
+    "schedule-free": (Free, {}, {}, "ScheduleFree uses different weights for evaluation"),
     "collectives": (
         Gathers,
         LAYOUTS["pp2"][1],
@@ -1025,7 +1025,7 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
     ),
     "items": (Rounds, {"num_micro_batches": 2}, {}, "count_items gave 1 for a batch, but 0, 0"),
     "shared tensors": (Shares, {"num_micro_batches": 2}, {}, "which must be the same for all"),
-    "schedule": (Net, {"lr_decay_iters": 5}, {}, "has lr_decay_iters, which nothing follows"),
+    "schedule": (Net, {"lr_decay_iters": 5}, {}, "has lr_decay_iters, but there is no scheduler"),
     "gradients read": (
         Net,
         {},

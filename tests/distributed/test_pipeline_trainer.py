@@ -616,22 +616,22 @@ class KeepsParameters(Callback):
 
 
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
-    "a skip": (NeedsTheEmbedding, {}, "needs a value that another stage of the pipeline has"),
+    "a skip": (NeedsTheEmbedding, {}, "needs a value from another stage of the pipeline"),
     "layers left out": (WithoutFirst, {}, "does not get what model.blocks.layers.0 returned"),
     "code between stages": (HasCodeBetween, {}, "the code between them would run on no stage"),
     "other data": (OtherData, {}, "The batch of process 0 of the pipeline is not that of the last"),
     "two calls": (CallsTwice, {}, "call the model once"),
-    "a value": (ReadsAValue, {}, "A value is read that another stage of the pipeline computes"),
+    "a value": (ReadsAValue, {}, "A value was read that another stage of the pipeline computes"),
     "no loss": (ReturnsNone, {}, "training_step returned None"),
     "sparse gradients": (SparseNet, {}, "sparse gradients in model.embedding"),
     "an optimizer of all parameters": (AllTogether, {}, "Prodigy cannot update the layers of one"),
-    "its own step": (OwnStep, {}, "OwnStep overrides optimizer_step, but the step of a pipeline"),
+    "its own step": (OwnStep, {}, "OwnStep overrides optimizer_step, but a pipeline"),
     "fp16": (Net, {"mixed_precision": "fp16"}, "does not support mixed_precision='fp16'"),
-    "averages": (Net, {"callbacks": [EMA()]}, "EMA puts averaged weights.*which a pipeline keeps"),
+    "averages": (Net, {"callbacks": [EMA()]}, "EMA replaces the trained weights.*a pipeline keeps"),
     "gradient norms": (
         Net,
         {"callbacks": [GradientNormMonitor()]},
-        "GradientNormMonitor reads.*of a pipeline have other layers",
+        "GradientNormMonitor reads.*of a pipeline have different layers",
     ),
     "saved parameters": (
         Net,

@@ -227,11 +227,11 @@ def test_parts_that_do_not_make_up_the_data_are_refused(ranks2, tmp_path):
         trains(loader, parallelism_config=ParallelismConfig(tp_size=2))
 
     for text in ranks2(lambda: refused(trains_both, (dist.get_rank(), 2))):
-        assert "Split all of them or none" in text
+        assert "Split all streams or none" in text
     for text in ranks2(lambda: refused(splits_layers, (dist.get_rank(), 2))):
         assert "are not 1 parts of the data" in text
     for text in ranks2(lambda: refused(prepares, (dist.get_rank(), 4))):
-        assert "of 4 of the data, and must be part" in text
+        assert "of 4 of the data, but must be part" in text
     own = ranks2(lambda: refused(prepares, (dist.get_rank(), 2), split_batches=True))
     assert all("split_batches=True divides batches among the processes" in text for text in own)
 

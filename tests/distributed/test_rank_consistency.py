@@ -405,7 +405,7 @@ CHANGES = {
         untied_on_meta,
         r"tied.weight is a trained tensor .* on rank 1, but tied to next.weight on rank 0",
     ),
-    "order": (in_another_order, "layer.weight stands at another place on rank 1 than on rank 0"),
+    "order": (in_another_order, "layer.weight has a different position on rank 1 than on rank 0"),
 }
 ENGINES = {
     "DDP": dict,

@@ -200,7 +200,7 @@ def test_processes_started_by_mpirun_form_a_group(script, tmp_path):
         ("sys.exit(0)", "in {}: SystemExit: 0\n"),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            "This process was in {}; seen some seconds earlier: rank 1 in fit, ",
+            "This process was in {}; the others, some seconds earlier: rank 1 in fit, ",
         ),
     ],
     ids=["error", "exit", "kill"],

@@ -243,7 +243,7 @@ def test_a_rank_outside_the_run_is_named(ranks2):
         return texts
 
     first, second = ranks2(alone)
-    assert "rank 1 is not in this run: it has ended it, or not begun it." in first[0]
+    assert "rank 1 is not in this run: it has finished, or has not started." in first[0]
     assert second == []
 
 
@@ -331,12 +331,15 @@ def test_a_failed_rank_is_named_to_those_who_wait_for_it():
 
 def test_an_unexplained_failure_lists_the_last_places_of_the_ranks():
     text = unexplained("step 4", {0: HERE, 2: Note("step 5")}, "RuntimeError: closed")
-    assert "This process was in step 4; seen some seconds earlier: rank 0 in step 3. The" in text
-    assert text.endswith("The backend says: RuntimeError: closed")
+    assert (
+        "This process was in step 4; the others, some seconds earlier: rank 0 in step 3. The"
+        in text
+    )
+    assert text.endswith("The backend reports: RuntimeError: closed")
     many = unexplained("step 4", dict.fromkeys(range(1, 12), BUSY), "")
-    assert "seen some seconds earlier: rank 1 in step 3; rank 2 " in many
+    assert "the others, some seconds earlier: rank 1 in step 3; rank 2 " in many
     assert "; rank 8 in step 3; 3 more. The" in many
-    assert "seen some seconds earlier: none." in unexplained("step 4", {}, "")
+    assert "the others, some seconds earlier: none." in unexplained("step 4", {}, "")
 
 
 def ends(error=None):
@@ -384,7 +387,7 @@ def test_the_first_failure_is_the_cause(ranks2):
     for kind, text in (first[1], second[1]):
         assert kind == "RuntimeError"
         assert text.startswith("Communication with the other processes failed")
-        assert text.endswith("The backend says: RuntimeError: " + str(closed()))
+        assert text.endswith("The backend reports: RuntimeError: " + str(closed()))
     failed = "Rank 1 failed while the others waited for it, in here: "
     assert first[2] == ("RuntimeError", f"{failed}ValueError: of its own")
     assert first[3] == ("RuntimeError", f"{failed}OSError: gloo/data")
@@ -419,8 +422,8 @@ def lost_with_the_store():
 def test_a_backend_failure_reports_the_lost_store(ranks2):
     kind, text = ranks2(lost_with_the_store)[0]
     assert kind == "RuntimeError"
-    assert "that of rank 0, is gone or cannot be reached. This process was in here. " in text
-    assert text.endswith("The backend says: RuntimeError: " + str(closed()))
+    assert "that of rank 0, has failed or cannot be reached. This process was in here. " in text
+    assert text.endswith("The backend reports: RuntimeError: " + str(closed()))
 
 
 def test_the_watchdog_reports_before_the_group_times_out(ranks2):

@@ -115,7 +115,7 @@ GPT_ON_ONE = EngineCase(
 
 def driven(library: str) -> dict[str, str]:
     """The errors of an engine whose library makes the updates."""
-    manual = f"automatic_optimization = False, but the step of {library}"
+    manual = f"automatic_optimization = False, but {library} reduces, clips and updates"
     return {"manual": manual, "unfrozen": "were added, frozen or unfrozen after"}
 
 
@@ -125,7 +125,7 @@ def pipeline(schedule: str, shares: int = 1, width: int = 1, **options: Any) -> 
     refuses = {
         "manual": "automatic_optimization = False, but the schedule of a pipeline runs backward",
         "collectives": "is called in training_step, but the processes of a pipeline",
-        "own loop": "a loop of your own runs forward and backward",
+        "own loop": "a custom loop runs forward and backward",
     }
     return EngineCase(
         lambda: {"parallelism_config": ParallelismConfig(**given)},

@@ -203,7 +203,9 @@ def test_wrong_options_and_what_is_not_carried_are_errors(tmp_path, capsys):
 
     net, data, _ = make_program(L, ours)
     words = ["--first.lr=1", "--second.lr=1"]
-    with pytest.raises(ValueError, match="first and second are both for the module"):
+    with pytest.raises(
+        ValueError, match="first and second are both optimizers or schedulers of the module"
+    ):
         Two(net, data, args=words, run=False, trainer_defaults=QUIET)
     with pytest.raises(ValueError, match="has no arguments to add"):
         ours.LightningArgumentParser().add_lightning_class_args(int, "number")

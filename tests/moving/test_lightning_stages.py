@@ -93,7 +93,7 @@ def test_arguments_that_are_times_and_objects(tmp_path):
     trainer.strategy.barrier()
     assert trainer.strategy.reduce(torch.tensor(3.0)) == 3
     assert not trainer.is_last_batch
-    with pytest.raises(AttributeError, match=r"min_epochs cannot be set later: pass it"):
+    with pytest.raises(AttributeError, match=r"min_epochs cannot be set after"):
         trainer.min_epochs = 3
     with pytest.raises(TypeError, match="No model was given"):
         trainer.test()

@@ -144,7 +144,7 @@ def test_a_run_resumes_from_a_checkpoint_of_lightning_to_the_last_bit(capsys):
     assert main(["migrate", "last.ckpt"]) == 0
     told = capsys.readouterr().out
     assert "ckpt_path='./last'" in told
-    assert "begin anew: ModelCheckpoint" in told
+    assert "start without their saved state: ModelCheckpoint" in told
     expected, of_plain = saved_by_a_plain_loop(4, Path("four.ckpt"))
 
     Line = make_module(L)
@@ -174,7 +174,8 @@ def test_averages_and_trained_weights_go_on_as_under_lightning(first):
     averages, _ = saved_by_a_plain_loop(2, Path("last.ckpt"), first)
     trained, _ = saved_by_a_plain_loop(2, Path("trained.ckpt"))
     assert convert_checkpoint("last.ckpt").notes == [
-        "Callbacks of Lightning begin anew: ModelCheckpoint{'monitor': 'loss'}."
+        "These Lightning callbacks start without their saved state: "
+        "ModelCheckpoint{'monitor': 'loss'}."
     ]
     Line = make_module(L)
     loaded = Line.load_from_checkpoint("last")

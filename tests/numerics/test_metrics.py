@@ -479,4 +479,6 @@ def test_a_batch_of_unsure_size_is_named_once(caplog):
     data = DataLoader(torch.arange(8.0), 4, collate_fn=lambda rows: torch.stack(rows)[None])
     Trainer(max_epochs=2, progress_bar=False, checkpointing=False, cpu=True).fit(Plain(), data)
     (text,) = [text for text in caplog.messages if "count_items" in text]
-    assert text.startswith("A batch of 4 samples counts as 1, the first dimension of its tensors")
+    assert text.startswith(
+        "A batch of 4 samples is counted as 1, the first dimension of its tensors"
+    )

@@ -256,7 +256,9 @@ def test_a_schedule_of_timm_is_given_the_number_of_the_update_or_epoch(unit):
     assert trainer.module.schedule.calls == calls != []
     other = type("Other", (WithTimm,), {"counts": {"step": "epoch", "epoch": "step"}[unit]})
     other.interval = unit
-    with pytest.raises(ValueError, match=f"with 'interval': '{unit}' would stay where it is"):
+    with pytest.raises(
+        ValueError, match=f"with 'interval': '{unit}' would not change its learning rate"
+    ):
         fitted(other)
 
 

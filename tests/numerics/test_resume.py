@@ -509,7 +509,7 @@ def test_a_lazy_generator_of_the_module_warns(tmp_path, caplog):
     trainer = quiet_trainer(max_steps=4, project_dir=tmp_path / "other", **options)
     trainer.fit(module, ckpt_path="auto")
     assert "Drawing had random generators when" in caplog.text
-    assert "(module.flip) that it does not have now" in caplog.text
+    assert "(module.flip) that no longer exist" in caplog.text
 
 
 class Switching(Noisy):
@@ -577,7 +577,7 @@ def test_a_script_that_changes_what_it_freezes(tmp_path, caplog):
     module.net[0].requires_grad_(True)
     module.net[4].requires_grad_(False)
     before = copy_of(switching_fit(tmp_path, 8, module))
-    assert "saved, and its choice is kept: net.4.weight." in caplog.text
+    assert "saved; the script's choice is used: net.4.weight." in caplog.text
     assert not module.net[1].training  # as it was saved, which the script has not changed
     caplog.clear()
     again = Switching()

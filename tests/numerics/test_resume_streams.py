@@ -261,7 +261,7 @@ def test_resume_on_another_number_of_ranks_sees_the_same_samples(ranks, tmp_path
 
 def test_resume_with_another_number_of_workers_raises(tmp_path):
     stream_fit(str(tmp_path), 1, "resumable", 2, {"max_steps": 2})
-    with pytest.raises(CheckpointError, match="2 workers read, and this loader has 0"):
+    with pytest.raises(CheckpointError, match="2 workers read, but this loader has 0"):
         stream_fit(str(tmp_path), 1, "resumable", 0, {})
 
 

@@ -42,6 +42,6 @@ def test_non_finite_numbers_are_read_back():
 
 
 def test_anything_else_is_refused_or_replaced():
-    with pytest.raises(TypeError, match="complex has no form in JSON"):
+    with pytest.raises(TypeError, match="complex cannot be written as JSON"):
         dumps([np.complex64(1j)])
     assert json.loads(dumps({"a": {1j}, "b": 2}, default=str)) == {"a": "{1j}", "b": 2}

@@ -81,9 +81,9 @@ def test_variables_are_the_defaults_of_arguments(monkeypatch, caplog):
     accelerator = accelerate()
     assert accelerator.gradient_accumulation_steps == 4
     assert accelerator.mixed_precision == "bf16"
-    assert "of the launcher" not in caplog.text
+    assert "from the launcher" not in caplog.text
     assert accelerate(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
-    assert "gradient_accumulation_steps=2 of the script is used, not ACCEL" in caplog.text
+    assert "gradient_accumulation_steps=2 from the script is used, not ACCEL" in caplog.text
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "four")
     with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 'four'"):
         accelerate()

@@ -214,7 +214,7 @@ POWER_SGD = {"comm_hook": "power_sgd"}
             ValueError,
             "comm_wrapper is .*; it must be one of 'bf16', 'fp16', 'no'",
         ),
-        (DDP, {"comm_wrapper": "fp16"}, ValueError, "without a comm_hook .* comm_hook='fp16'"),
+        (DDP, {"comm_wrapper": "fp16"}, ValueError, "but comm_hook is not set.* comm_hook='fp16'"),
         (
             DDP,
             {"comm_hook": "fp16", "comm_state_option": {"matrix_approximation_rank": 2}},

@@ -236,7 +236,7 @@ def test_mpi_on_several_nodes_needs_an_address(variables):
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_outside_the_world_is_refused(variables, rank, world_size):
     variables(RANK=rank, WORLD_SIZE=world_size)
-    with pytest.raises(ValueError, match=f"torchrun says rank {rank} of {world_size}"):
+    with pytest.raises(ValueError, match=f"torchrun sets rank {rank} of {world_size}"):
         detect_launch()
 
 

@@ -328,10 +328,10 @@ def test_recipes_check_themselves(kind, arguments, error, said):
 
 def test_ms_amp_is_refused_by_name(monkeypatch):
     for recipe in (MSAMPRecipeKwargs(), FP8RecipeKwargs()):
-        with pytest.raises(NotImplementedError, match=f"{type(recipe).__name__} asks for MS-AMP"):
+        with pytest.raises(NotImplementedError, match=f"{type(recipe).__name__} needs MS-AMP"):
             Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
-    with pytest.raises(NotImplementedError, match="ACCELERATE_FP8_BACKEND=MSAMP asks for MS-AMP"):
+    with pytest.raises(NotImplementedError, match="ACCELERATE_FP8_BACKEND=MSAMP needs MS-AMP"):
         Accelerator(cpu=True, mixed_precision="fp8")
 
 

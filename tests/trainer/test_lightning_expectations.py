@@ -138,9 +138,9 @@ def test_a_default_callback_makes_way_for_one_that_setup_adds(where):
 @pytest.mark.parametrize(
     ("name", "messages"),
     [
-        ("max_grad_norm", r"pass it to Trainer\(max_grad_norm=...\) when it is made"),
-        ("val_every", r"pass it to Trainer\(val_every=...\)"),
-        ("limit_val_batches", r"pass it to Trainer\(limit_val_batches=...\)"),
+        ("max_grad_norm", r"pass Trainer\(max_grad_norm=...\)"),
+        ("val_every", r"pass Trainer\(val_every=...\)"),
+        ("limit_val_batches", r"pass Trainer\(limit_val_batches=...\)"),
         ("accumulate_grad_batches", "use trainer.gradient_accumulation_steps; setting it has no"),
         ("max_epochs", "no setter|can't set"),
     ],
@@ -494,7 +494,8 @@ def test_a_parameter_replaced_by_on_load_checkpoint_is_refused():
 
     make(max_epochs=1, checkpointing=True).fit(Net(), data())
     with pytest.raises(
-        RuntimeError, match=r"Replaces has replaced parameters that are trained.*have the old ones"
+        RuntimeError,
+        match=r"Replaces has replaced parameters that are trained.*hold the old parameters",
     ):
         make(max_epochs=2, checkpointing=True).fit(Replaces(), data(), ckpt_path="auto")
 

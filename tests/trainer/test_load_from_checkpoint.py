@@ -147,7 +147,7 @@ def test_lightnings_names_of_arguments_are_taken():
     assert_equal(again.state_dict(), module.state_dict())
     again.forward = lambda batch: batch[0]
     assert len(trainer.predict(model=again, dataloaders=loader())) == len(loader())
-    with pytest.raises(TypeError, match="fit was given module= and model="):
+    with pytest.raises(TypeError, match="fit got both module= and model="):
         trainer.fit(module, model=again)
     with pytest.raises(TypeError, match="fit was given None"):
         trainer.fit()

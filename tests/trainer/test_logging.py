@@ -795,7 +795,7 @@ def test_one_metric_object_serves_both_phases(options):
     ("meter", "logged_in"), [(Largest(), "step"), (torchmetrics.MeanMetric(), "epoch")]
 )
 def test_an_object_that_cannot_serve_both_phases_is_refused(meter, logged_in):
-    with pytest.raises(ValueError, match=r"'val' holds values of training.*each phase"):
+    with pytest.raises(ValueError, match=r"'val' holds values of the training.*each phase"):
         make().fit(OneMeter(meter, logged_in), loader(3), loader(2))
 
 

@@ -159,7 +159,7 @@ def test_pending_saves_of_a_failed_fit_are_warned_of(caplog):
 
     with pytest.raises(ArithmeticError):
         fit(Hold(), module=Net(fail_at=1))
-    with pytest.raises(RuntimeError, match="failed inside a window"):
+    with pytest.raises(RuntimeError, match="failed inside an accumulation window"):
         trainer.save_checkpoint("after")
 
 

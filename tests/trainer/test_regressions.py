@@ -114,7 +114,7 @@ def test_a_resumed_run_prints_its_checkpoint(capsys):
         capsys.readouterr().out
     )
     make(max_epochs=2, **arguments).fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="auto")
-    assert "Nothing is left to do: the length" in capsys.readouterr().out
+    assert "Nothing is left to do: the Trainer's max_epochs" in capsys.readouterr().out
 
 
 def test_a_sampler_with_its_own_generator_is_resumed():

@@ -81,7 +81,7 @@ ARGUMENTS = [
     ({"val_every": "1 epohc"}, ValueError, ["'epohc'", "steps, epochs, items", "'epochs'"]),
     ({"val_every": 0}, ValueError, ["0", "above zero"]),
     ({"log_every": "3 stpes"}, ValueError, ["'stpes'", "'steps'"]),
-    ({"max_epochs": -1}, ValueError, ["max_epochs is -1", "None for no such limit"]),
+    ({"max_epochs": -1}, ValueError, ["max_epochs is -1", "None for no limit"]),
     ({"max_epochs": 1.5}, ValueError, ["max_epochs is 1.5", "a whole number"]),
     ({"max_steps": True}, TypeError, ["max_steps is True", "a whole number"]),
     ({"max_epochs": 1, "min_epochs": 2}, ValueError, ["min_epochs is 2", "max_epochs, 1"]),
@@ -410,7 +410,7 @@ FITS = {
         {},
         {"val_every": "0.25 epochs", "val": loader(), "train": DataLoader(Endless(), 2)},
         ValueError,
-        ["val_every is 0.25 epochs, but the loader has no length"],
+        ["val_every is 0.25 epochs, but a fraction of an epoch needs a loader with a length"],
     ),
     "text": ({}, {"train": "data/train"}, TypeError, ["train_dataloaders is a str"]),
     "dataset": ({}, {"train": FOUR}, TypeError, ["TensorDataset", "as in DataLoader(dataset"]),
@@ -520,7 +520,7 @@ RETURNED = [
     (
         lambda o, s: {"optimizer": o, "scheduler": s, "lr_scheduler": s},
         ValueError,
-        ["'scheduler'", "'lr_scheduler'", "not as both"],
+        ["'scheduler'", "'lr_scheduler'", "not both"],
     ),
     (lambda o, s: (o, ReduceLROnPlateau(o)), ValueError, ["ReduceLROnPlateau", "'monitor'"]),
 ]
@@ -886,7 +886,7 @@ PATHS = {
 @pytest.mark.parametrize("name", PATHS)
 def test_a_path_in_an_unknown_home_is_refused(name):
     given = "~nobody-of-this-name/runs"
-    text = f"{name} is {given!r}, but this home is not known"
+    text = f"{name} is {given!r}, but that home folder is unknown"
     fails(lambda: PATHS[name](given), ValueError, text)
 
 

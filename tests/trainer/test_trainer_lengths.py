@@ -359,7 +359,10 @@ def test_fast_dev_run_ignores_ckpt_path_with_a_warning(caplog, word, options):
     copy.load_state_dict(module.state_dict())
     for entry in (trainer.validate, trainer.test, trainer.predict):
         entry(module, loader(4), ckpt_path=word)
-    assert caplog.text.count(f"ckpt_path='{word}' is left out: the module is used as it is") == 4
+    assert (
+        caplog.text.count(f"ckpt_path='{word}' is ignored: the module's current weights are used")
+        == 4
+    )
     assert all(map(torch.equal, module.parameters(), copy.parameters()))
     assert trainer.global_step == 1
 

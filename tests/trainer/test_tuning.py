@@ -741,7 +741,7 @@ def test_without_a_suggestion_the_attribute_stays(caplog):
     [
         ({"mode": "linaer"}, "mode is 'linaer'.*'linear'"),
         ({"min_lr": 0.0}, "min_lr is 0.0"),
-        ({"min_lr": 1.0}, "max_lr the larger"),
+        ({"min_lr": 1.0}, "max_lr must be larger"),
         ({"max_lr": math.inf}, "max_lr is inf"),
         ({"num_training": 1}, "num_training is 1; .* at least 2"),
         ({"early_stop_threshold": 1.0}, "early_stop_threshold is 1.0"),
@@ -846,7 +846,7 @@ def test_a_found_size_is_reported_unless_it_is_set(caplog):
     module = Making(16)
     assert scale(module, train_dataloaders=None).batch_size == 16
     assert module.batch_size == 1
-    assert "The largest batch_size is 16, and the attribute is left as it is" in caplog.text
+    assert "The largest batch_size is 16, and the attribute is unchanged" in caplog.text
     caplog.clear()
     scale(module, train_dataloaders=None, update_attr=True)
     assert (module.batch_size, caplog.text) == (16, "")
@@ -1253,10 +1253,10 @@ def test_wrong_arguments_of_scale_batch_size(kwargs, text):
 
 
 def test_an_effective_size_needs_updates_of_the_trainer():
-    with pytest.raises(ValueError, match="in manual optimisation is up to training_step"):
+    with pytest.raises(ValueError, match="training_step controls in manual optimisation"):
         scale(Manual(), effective_batch_size=4)
     loader = DataLoader(data(), batch_size=1)
-    with pytest.raises(ValueError, match="of which validate makes none"):
+    with pytest.raises(ValueError, match="and validate makes none"):
         scale(Endless(0), dataloaders=loader, method="validate", effective_batch_size=4)
 
 

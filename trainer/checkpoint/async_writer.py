@@ -137,7 +137,7 @@ class Writer:
             RuntimeError: Another save is in flight.
         """
         if self._thread is not None:
-            raise RuntimeError("A save is in flight. Wait for it before starting the next one.")
+            raise RuntimeError("A save is in progress. Wait for it before starting another.")
         self._required, self._error, self._name = required, None, name
         self.failed = False
         self._failed.discard(name)

@@ -34,7 +34,10 @@ COMMANDS = {
     "predict": ("fit", "write the predictions of such a model to files"),
     "estimate-memory": ("estimate_memory", "estimate how much memory training a model needs"),
     "merge-weights": ("merge_weights", "merge a checkpoint's shards into one safetensors file"),
-    "migrate": ("migrate", "list what of a program for another library will not carry over"),
+    "migrate": (
+        "migrate",
+        "list the parts of a program for another library that Cadence does not support",
+    ),
     "completion": ("completion", "print a completion script for bash, zsh or fish"),
 }
 

@@ -49,7 +49,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("read every file and compare its hash", "runs/digits --verify"),
             ("show what would be removed", "runs/digits --prune --keep-last 2 --dry-run"),
         ],
-        codes={0: "all are sound", 1: "one is damaged or could not be removed"},
+        codes={0: "all are sound", 1: "a checkpoint is damaged or could not be removed"},
     )
     add = made.add_argument
     text = "the folder of a project, its 'checkpoints' folder, or one checkpoint"
@@ -59,8 +59,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add = made.add_argument_group("removing").add_argument
     text = "remove all but the last, and leftovers of killed saves older than an hour"
     add("--prune", action="store_true", help=text)
-    add("--keep-last", type=count, metavar="N", help="keep the N newest sound ones")
-    add("--keep-best", metavar="METRIC", help="also keep the best by this metric")
+    add("--keep-last", type=count, metavar="N", help="keep the N newest intact checkpoints")
+    add("--keep-best", metavar="METRIC", help="also keep the best checkpoint by this metric")
     add("--mode", choices=("min", "max"), help="which value of METRIC is best")
     add("--dry-run", action="store_true", help="only show what would be removed")
     add("--yes", action="store_true", help="do not ask")
@@ -125,16 +125,20 @@ def _check(arguments: argparse.Namespace) -> None:
         for name in ("keep_last", "keep_best", "mode", "dry_run", "yes"):
             if getattr(arguments, name):
                 option = f"--{name.replace('_', '-')}"
-                raise argparse.ArgumentTypeError(f"{option} belongs to --prune, which is missing.")
+                raise argparse.ArgumentTypeError(f"{option} needs --prune.")
         return
     if arguments.keep_last is None:
         raise argparse.ArgumentTypeError(
             "--prune needs --keep-last N: how many of the newest to keep."
         )
     if (arguments.keep_best is None) != (arguments.mode is None):
-        raise argparse.ArgumentTypeError("--keep-best METRIC and --mode min|max go together.")
+        raise argparse.ArgumentTypeError(
+            "--keep-best METRIC and --mode min|max must be passed together."
+        )
     if arguments.json and not (arguments.yes or arguments.dry_run):
-        raise argparse.ArgumentTypeError("--json cannot ask; pass --yes or --dry-run too.")
+        raise argparse.ArgumentTypeError(
+            "--json cannot ask for confirmation; pass --yes or --dry-run too."
+        )
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -282,12 +286,14 @@ def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.N
         last = _first_sound(reversed(ours), entries, arguments.keep_last)
         plan.kept |= dict.fromkeys(last, "among the last")
         if not last:
-            hopeless |= {entry.name: "no sound one would remain" for entry in ours}
+            hopeless |= {entry.name: "no intact checkpoint would remain" for entry in ours}
     if (metric := arguments.keep_best) is not None:
         best = _first_sound(_ranked(entries, metric, arguments.mode), entries, 1)
         plan.kept |= dict.fromkeys(best, f"the best {metric}")
         if not best:
-            hopeless |= {entry.name: f"no sound one has a value of {metric}" for entry in entries}
+            hopeless |= {
+                entry.name: f"no intact checkpoint has a value of {metric}" for entry in entries
+            }
     roots = {entry.path.parent for entry in entries}
     links = {path.resolve() for root in roots for path in root.iterdir() if path.is_symlink()}
     for entry in entries:
@@ -339,7 +345,7 @@ def _not_ours(entry: Entry, *, linked: bool) -> str | None:
     if entry.name != entry.path.name:
         return SET_ASIDE
     if entry.state not in ("sound", "damaged") or not entry.manifest:
-        return "it is unknown which of its files are ours"
+        return "it is unknown which of its files belong to the checkpoint"
     if others := storage.unknown_files(entry.path, entry.manifest):
         return f"it contains {others[0]}, which is not part of the checkpoint"
     return None
@@ -357,7 +363,9 @@ def _prune(plan: _Plan, root: Path, arguments: argparse.Namespace) -> bool:
     # A run that rotates its checkpoints may have removed some while this was reading or asking.
     lost = [name for name in plan.kept if not storage.locate(root / name).is_dir()]
     if lost:
-        plan.failed = dict.fromkeys(lost, "was removed by another process; nothing else was.")
+        plan.failed = dict.fromkeys(
+            lost, "was removed by another process; nothing else was removed."
+        )
     else:
         _remove(plan)
     for name, error in plan.failed.items():

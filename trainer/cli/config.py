@@ -76,15 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
     quick = arguments.default or arguments.action == "default"
     if arguments.action == "update":
         if quick or arguments.mixed_precision:
-            raise argparse.ArgumentTypeError("update asks nothing and changes no answer.")
+            raise argparse.ArgumentTypeError(
+                "update rewrites the file without questions; it changes no settings."
+            )
         chosen = LaunchConfiguration(**load_settings(place))
     elif quick:
         chosen = replace(machine_configuration(), mixed_precision=arguments.mixed_precision or "no")
     elif arguments.mixed_precision:
-        raise argparse.ArgumentTypeError("--mixed_precision belongs to --default.")
+        raise argparse.ArgumentTypeError("--mixed_precision needs --default.")
     elif not sys.stdin.isatty():
         raise argparse.ArgumentTypeError(
-            "there is no terminal to ask on. Pass --default to use what the machine has."
+            "there is no terminal to ask questions on. Pass --default to use what the machine has."
         )
     else:
         chosen = _ask(
@@ -150,7 +152,7 @@ def _ask_machines(known: LaunchConfiguration, machines: int) -> dict[str, Any]:
         "main_process_ip": _question("name or address of machine 0", known.main_process_ip, str),
         "main_process_port": _question("a free port of machine 0", port, count),
         "rdzv_backend": _question(
-            "how they meet (static, c10d)", backend, _one_of("static", "c10d")
+            "rendezvous backend (static, c10d)", backend, _one_of("static", "c10d")
         ),
     }
 
@@ -256,7 +258,9 @@ def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
             text = input(f"{what} [{shown}]: ").strip()
         except EOFError:
             echo()  # ends the line of the question
-            raise CommandError("the answers ended before the questions; none is saved.") from None
+            raise CommandError(
+                "the input ended before all questions were answered; no answer is saved."
+            ) from None
         if not text and default is not None:
             return default
         try:

@@ -48,9 +48,9 @@ VARIABLES: Mapping[str, str] = {
     "MASTER_ADDR": f"{_LAUNCH}: the address of the machine of rank 0",
     "MASTER_PORT": f"{_LAUNCH}: its port",
     "TORCHELASTIC_RESTART_COUNT": f"{_LAUNCH}: how often the processes were restarted",
-    "TORCHELASTIC_MAX_RESTARTS": f"{_LAUNCH}: how often they may be",
+    "TORCHELASTIC_MAX_RESTARTS": f"{_LAUNCH}: how often the processes may be restarted",
     "TORCHELASTIC_ERROR_FILE": f"{_LAUNCH}: where a process reports its error",
-    "TORCHELASTIC_USE_AGENT_STORE": f"{_LAUNCH}: rank 0 connects to a store that exists",
+    "TORCHELASTIC_USE_AGENT_STORE": f"{_LAUNCH}: rank 0 connects to an existing store",
     "CADENCE_ERROR_PID": f"{_LAUNCH}: the process whose error file is read",
     "CADENCE_LAUNCHER": f"{_LAUNCH}: its process id",
     "CADENCE_STORE": f"{_LAUNCH}: the folder of its rendezvous files",
@@ -109,7 +109,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("what a bug report should contain", ""),
             ("with another file", "--config_file four.yaml"),
         ],
-        codes={0: "done", 1: "other files are imported instead of our packages"},
+        codes={0: "done", 1: "other files are imported instead of Cadence's packages"},
     )
     text = "the file of `trainer config`, if not the default one"
     made.add_argument("--config_file", "--config-file", type=Path, metavar="FILE", help=text)

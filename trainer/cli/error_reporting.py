@@ -40,7 +40,7 @@ def report(message: str, code: int) -> None:
     if environment.read("TORCHELASTIC_USE_AGENT_STORE") != "True":
         echo(message, error=True)
     else:
-        entry.write_error_file("SystemExit", f"exit code {code}, see its message above.", code)
+        entry.write_error_file("SystemExit", f"exit code {code}; see the message above.", code)
         _print_once(message)
 
 

@@ -15,13 +15,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of `trainer merge-weights`."""
     made = command_parser(
         prog,
-        "Write the weights of a checkpoint to one safetensors file, however many shards they have. "
-        "Memory for one tensor is enough for any model.",
+        "Write the weights of a checkpoint to one safetensors file, however many shards they "
+        "have. It needs memory for one tensor at a time.",
         examples=[
             ("shards and their index, as save_model writes them", "exported merged.safetensors"),
             ("a run's checkpoint", "runs/digits/checkpoints/step-00000100 digits.safetensors"),
         ],
-        codes={0: "the file was written and verified", 1: "no sound weights, or OUTPUT exists"},
+        codes={0: "the file was written and verified", 1: "no intact weights, or OUTPUT exists"},
     )
     what = "a folder with model.safetensors or with shards; or the index or one file of these"
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=what)

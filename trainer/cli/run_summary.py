@@ -267,7 +267,9 @@ def events_of(run: Run) -> Iterator[Event]:
             text = start.get("error") or "ended by a signal"
             yield Event(status, text, moment(start.get("end")))
         elif status == "running" and (index < len(run.starts) - 1 or run.status == "killed"):
-            yield Event("killed", "ended without a message: killed, or the machine failed")
+            yield Event(
+                "killed", "ended without a message: the process was killed, or the machine failed"
+            )
     for warning in run.about.get("warnings", ()):
         text = f"{warning.get('text')} ({warning.get('logger')})"
         yield Event("warning", text, moment(warning.get("time")))

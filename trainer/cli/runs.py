@@ -232,9 +232,11 @@ def read_about(folder: Path) -> dict[str, Any]:
         others = [start.get("end") for start in about["starts"]]
         others += [warning.get("time") for warning in about.get("warnings", ())]
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"it is damaged, or not ours: {error!r}") from error
+        raise ValueError(f"it is damaged, or not a file of Cadence: {error!r}") from error
     if not all(map(is_date, begins + [time for time in others if time is not None])):
-        raise ValueError("it is damaged, or not ours: a time is no number of seconds since 1970")
+        raise ValueError(
+            "it is damaged, or not a file of Cadence: a time is no number of seconds since 1970"
+        )
     return dict(about)
 
 
@@ -474,7 +476,7 @@ def _by_number(path: Path) -> list[tuple[int, str]]:
 def _problems_of(record: Record) -> list[str]:
     problems = []
     if record.incomplete:
-        problems.append(f"The last line of {record.path.name} is incomplete and left out.")
+        problems.append(f"The last line of {record.path.name} is incomplete and was left out.")
     if (damage := record.damage) is not None:
         problems.append(damage)
     if record.others:

@@ -101,7 +101,9 @@ def data_order(accelerator: Accelerator, folder: Path) -> str:
     samples = accelerator.gather_for_metrics(module.seen, use_gather_object=True)
     if wrong := [sample for sample in range(SAMPLES) if samples.count(sample) != 1]:
         times = {sample: samples.count(sample) for sample in wrong}
-        raise CheckError(f"of {SAMPLES} samples, these were not seen once but so often: {times}")
+        raise CheckError(
+            f"of {SAMPLES} samples, these were not seen exactly once (sample: count): {times}"
+        )
     if accelerator.num_processes == 1 and samples == sorted(samples):
         raise CheckError("the samples were not shuffled")
     return f"each of {SAMPLES} shuffled samples once"

@@ -265,7 +265,7 @@ class DeepSpeedPlugin:
     )
     gradient_clipping: float | str | None = setting(
         "limit",
-        "the maximum norm of gradients, or auto: as the script says",
+        "the maximum norm of gradients; auto takes the script's value",
         "auto",
         env="ACCELERATE_GRADIENT_CLIPPING",
     )
@@ -313,8 +313,8 @@ class DeepSpeedPlugin:
         check_bool_fields(self)
         if self.enable_msamp:
             raise NotImplementedError(
-                "enable_msamp=True asks for MS-AMP, which is not distributed any more: leave it "
-                "out, and use mixed_precision='bf16'."
+                "enable_msamp=True needs MS-AMP, which is no longer distributed: leave it out, "
+                "and use mixed_precision='bf16'."
             )
         self.run_values: dict[str, Any] = {}
         enabled = (n for n in ("fp16", "bf16") if self.get_value(f"{n}.enabled") is True)

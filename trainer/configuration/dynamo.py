@@ -55,7 +55,7 @@ class TorchDynamoPlugin:
     options: dict[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool | None = setting(
-        "flag", "compile repeated blocks by themselves", False
+        "flag", "compile repeated blocks separately", False
     )
 
     def __post_init__(self) -> None:

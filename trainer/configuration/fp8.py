@@ -56,8 +56,8 @@ def recipe_of(handlers: Sequence[object]) -> AORecipeKwargs | TERecipeKwargs:
             return AORecipeKwargs()
         what = f"{variable}={named}"
     raise NotImplementedError(
-        f"{what} asks for MS-AMP, which has no distribution that can be installed any more. Use "
-        "torchao: kwargs_handlers=[AORecipeKwargs()], or ACCELERATE_FP8_BACKEND=AO."
+        f"{what} needs MS-AMP, which can no longer be installed. Use torchao: "
+        "kwargs_handlers=[AORecipeKwargs()], or ACCELERATE_FP8_BACKEND=AO."
     )
 
 
@@ -194,7 +194,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
     _env_prefix = "ACCELERATE_FP8_"
 
-    opt_level: str | None = setting("text", "MS-AMP's, which cannot be installed any more", "O2")
+    opt_level: str | None = setting("text", "for MS-AMP, which can no longer be installed", "O2")
 
     def __post_init__(self) -> None:
         """Fill in the level and check it."""

@@ -94,7 +94,10 @@ class FullyShardedDataParallelPlugin:
     _env_prefix = "FSDP_"
 
     fsdp_version: int | None = setting(
-        "version", "whose names the settings have: 1 or 2 (default 2)", 2, env="FSDP_VERSION"
+        "version",
+        "version of FSDP whose setting names are used: 1 or 2 (default 2)",
+        2,
+        env="FSDP_VERSION",
     )
     sharding_strategy: Any = setting(
         "text", "FSDP 1's name for --fsdp_reshard_after_forward", "FULL_SHARD"
@@ -109,13 +112,14 @@ class FullyShardedDataParallelPlugin:
     )
     transformer_cls_names_to_wrap: list[str] | None = setting(
         "names",
-        "classes of submodules to shard by themselves",
+        "classes of submodules to shard as separate units",
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         option="fsdp_transformer_layer_cls_to_wrap",
-        question="classes to shard by themselves, as Block (none: those that the model names)",
+        question="classes to shard as separate units, such as Block (default: the model's "
+        "_no_split_modules)",
     )
     min_num_params: int | None = setting(
-        "count", "the least parameters of such a submodule, by size", 100_000_000
+        "count", "minimum number of parameters of a unit, for SIZE_BASED_WRAP", 100_000_000
     )
     cpu_offload: Any = setting(
         "bool",

@@ -84,8 +84,9 @@ class GradientAccumulationPlugin(KwargsHandler):
         """Log a warning if the launcher asks for another number of steps than is used."""
         if (named := environment.read_int(_STEPS)) not in (None, self.num_steps):
             logger.warning(
-                f"gradient_accumulation_steps={self.num_steps} of the script is used, not "
-                f"{_STEPS}={named} of the launcher. To use that, leave the argument out."
+                f"gradient_accumulation_steps={self.num_steps} from the script is used, not "
+                f"{_STEPS}={named} from the launcher. To use the launcher's value, leave the "
+                "argument out."
             )
 
 
@@ -148,7 +149,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_wrapper = kind(self.comm_wrapper)
         if self.comm_wrapper != kind.NO and self.comm_hook == kind.NO:
             raise ValueError(
-                f"comm_wrapper is {self.comm_wrapper.value!r} without a comm_hook to wrap. To send "
+                f"comm_wrapper is {self.comm_wrapper.value!r} but comm_hook is not set. To send "
                 f"gradients in 16 bits pass comm_hook={self.comm_wrapper.value!r}."
             )
         if self.comm_hook.endswith("power_sgd"):
@@ -248,8 +249,8 @@ class ProfileKwargs(KwargsHandler):
             return schedule(**self.schedule_option)
         except (AssertionError, TypeError) as error:
             raise ValueError(
-                f"schedule_option is {self.schedule_option!r}: {error} It takes the steps to wait, "
-                "warmup and be active, and optionally repeat and skip_first."
+                f"schedule_option is {self.schedule_option!r}: {error} Its keys are wait, warmup "
+                "and active, and optionally repeat and skip_first, counted in steps."
             ) from None
 
     def build(self, rank: int = 0) -> Any:

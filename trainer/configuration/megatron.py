@@ -151,7 +151,7 @@ class MegatronLMPlugin:
     )
     num_micro_batches: int | None = setting(
         "count",
-        "parts of each batch, for the stages (1)",
+        "micro-batches of each batch, for the stages (1)",
         1,
         question="micro-batches of each batch, for the stages",
     )
@@ -243,8 +243,8 @@ class MegatronLMPlugin:
             )
         if self.recompute_activations and self.recompute_granularity == "full":
             raise ValueError(
-                "recompute_activations=True is recompute_granularity='selective', but that is "
-                "'full': leave one of them out."
+                "recompute_activations=True is recompute_granularity='selective', but "
+                "recompute_granularity is 'full': leave one of them out."
             )
 
     @classmethod
@@ -275,8 +275,8 @@ class MegatronLMPlugin:
         ]
         if asked:
             raise NotImplementedError(
-                f"megatron_lm_plugin asks for {'; '.join(asked)}. The engine trains models of "
-                "megatron-core with this loop, and has none of it."
+                f"megatron_lm_plugin sets {'; '.join(asked)}. The engine trains megatron-core "
+                "models with Cadence's loop, which does not support these options."
             )
 
     def of_schedule(self) -> list[str]:

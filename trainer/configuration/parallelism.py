@@ -25,7 +25,7 @@ PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 # What a pipeline cannot be combined with, and why.
 _NOT_IN_PIPELINES = {
-    "cp": "stages hand on whole sequences: leave cp_size out.",
+    "cp": "stages pass on whole sequences: leave cp_size out.",
 }
 
 
@@ -116,10 +116,7 @@ class TorchTensorParallelConfig:
         """Check the value."""
         check_bool_fields(self)
         if self.enable_async_tp:
-            raise NotImplementedError(
-                "enable_async_tp=True asks for asynchronous tensor parallelism, which is not "
-                "supported: leave it out."
-            )
+            raise NotImplementedError("enable_async_tp=True is not supported: leave it out.")
 
 
 @explains_itself
@@ -178,11 +175,13 @@ class ParallelismConfig:
     )
     pp_size: int | None = setting("count", "stages of layers (1)", 1)
     pp_schedule: str | None = setting("text", "gpipe, 1f1b or interleaved (1f1b)", "1f1b")
-    pp_microbatches: int | None = setting("count", "parts of each batch (4 for each stage)")
+    pp_microbatches: int | None = setting("count", "micro-batches of each batch (4 for each stage)")
     pp_stages_per_rank: int | None = setting("count", "stages of each process (interleaved: 2)")
     pp_split: Sequence[str] | None = None
     cp_size: int | None = setting("count", "processes that share each sequence (1)", 1)
-    sp_size: int | None = setting("count", "the same by DeepSpeed (1)", 1)
+    sp_size: int | None = setting(
+        "count", "processes that share each sequence, by DeepSpeed (1)", 1
+    )
     cp_backend: str | None = setting("text", "how sequences are shared: torch", "torch")
     cp_handler: TorchContextParallelConfig | None = nested(TorchContextParallelConfig)
     sp_backend: str | None = setting("text", "not used while sp_size is 1: deepspeed", "deepspeed")
@@ -227,7 +226,7 @@ class ParallelismConfig:
         if not self.pp_enabled:
             return
         if isinstance(self.pp_split, str):
-            raise TypeError(f"pp_split is a text, {self.pp_split!r}: pass a list of names.")
+            raise TypeError(f"pp_split is a string, {self.pp_split!r}: pass a list of names.")
         assert self.pp_size is not None
         stages = self.pp_size * self.pp_stages_per_rank
         if self.pp_split is not None and len(self.pp_split) != stages - 1:

@@ -102,7 +102,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
     sizes = [length(batch) for batch in batches]
     parts = [_parts(batch) for batch in batches]
     if len({tuple(path for path, _ in batch_parts) for batch_parts in parts}) > 1:
-        raise ValueError(_mismatch("they do not hold the same keys or the same number of tensors"))
+        raise ValueError(_mismatch("their keys or their numbers of tensors differ"))
     joined = iter([_join(values, sizes) for values in zip(*parts, strict=True)])
     return _map(lambda _: next(joined), batches[0])
 

@@ -254,8 +254,9 @@ class JointStream:
     def __init__(self, combined: CombinedLoader) -> None:
         if len({user_shard(loader) is None for loader in combined.flattened}) > 1:
             raise ValueError(
-                "Some loaders of the CombinedLoader read streams that were split by process; of "
-                "the others each process would read everything. Split all of them or none."
+                "Some loaders of the CombinedLoader read streams that are split by process, but "
+                "the others are not: each process would read all of their data. Split all "
+                "streams or none."
             )
         self._combined = combined
         self._initial: list[bytes | None] | None = None  # the streams' states before the first pass

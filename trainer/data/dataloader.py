@@ -372,12 +372,12 @@ class PreparedLoader(DataLoader[Any]):
         """
         batches = self.source.batch_sampler
         if isinstance(self.source.dataset, IterableDataset):
-            raise ValueError("A stream has no sampler that could be replaced; it yields in order.")
+            raise ValueError("An iterable dataset has no sampler to replace; its order is fixed.")
         if batches is not None:
             if not hasattr(batches, "sampler"):
                 raise ValueError(
-                    f"A {type(batches).__name__} makes its batches without a sampler that could be "
-                    "replaced; prepare a loader with the batches that you want."
+                    f"A {type(batches).__name__} creates its batches without a sampler, so none "
+                    "can be replaced; prepare a loader that yields the batches that you want."
                 )
             batches = copy.copy(batches)
             batches.sampler = sampler

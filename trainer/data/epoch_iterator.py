@@ -196,9 +196,9 @@ class EpochIterator:
     ) -> None:
         if not isinstance(source, Iterable):
             raise TypeError(
-                f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader, "
-                "as in DataLoader(dataset, batch_size=32), or another iterable of batches. A "
-                "collection of loaders derives from trainer.DataModule."
+                f"A loader is {source!r} of type {type(source).__name__}; it must be a "
+                "DataLoader, as in DataLoader(dataset, batch_size=32), or another iterable of "
+                "batches. To pass several loaders together, subclass trainer.DataModule."
             )
         self._source: Any = source
         self._loader_id, seed = loader_id, mix(seed, loader_id) if loader_id else seed
@@ -221,8 +221,8 @@ class EpochIterator:
         self._generator = torch.Generator()
         if getattr(source, "_is_accelerate_prepared", False) and shard.world_size > 1:
             raise ValueError(
-                "The loader was prepared by an Accelerator and is sharded already; pass the one "
-                "that was given to prepare()."
+                "The loader was prepared by an Accelerator and is already sharded; pass the "
+                "original loader, the argument of prepare()."
             )
         # A DataLoader subclass that overrides iteration is read as a stream.
         if isinstance(source, DataLoader) and has_torch_iteration(type(source)):
@@ -399,8 +399,8 @@ class EpochIterator:
             return
         raise CheckpointError(
             f"The checkpoint was saved inside an epoch in {_describe(saved)}, but the training "
-            f"loader now has {_describe(here)}. Use the same, even with another number of "
-            "processes, or resume from a checkpoint at the end of an epoch. Data that change "
+            f"loader now has {_describe(here)}. Use the same loader (the number of processes may "
+            "differ), or resume from a checkpoint at the end of an epoch. Data that change "
             "during the run are part of its state: save and load them in on_save_checkpoint and "
             "on_load_checkpoint, or in a DataModule's state_dict and load_state_dict."
         )
@@ -470,9 +470,10 @@ class EpochIterator:
             parts = self.world_size if self.presharded else None
             if position["parts"] != parts and not position["over"]:
                 raise CheckpointError(
-                    f"The checkpoint was saved inside an epoch of streams that were split over "
-                    f"{position['parts']} processes, so that each read its own. Resume on as many, "
-                    "with the same parts, or from a checkpoint at the end of an epoch."
+                    "The checkpoint was saved inside an epoch of streams that were split over "
+                    f"{position['parts']} processes, each with a different part. Resume on the "
+                    "same number of processes with the same parts, or from a checkpoint at the "
+                    "end of an epoch."
                 )
             self._own_position = self._resumed_position = position if parts else None
             position = position["stream"]
@@ -500,9 +501,9 @@ class EpochIterator:
         orders = self.sampler.orders if self.sampler is not None else []
         names = [type(o.sampler if type(o) is BatchSampler else o).__name__ for o in orders]
         logger.warning(
-            "The order of epoch %d differs from before the resume: some samples will be read twice "
-            "in it, and others not at all. Let the order of its %s depend on the global generators "
-            "or on set_epoch, not on state that it keeps between epochs.",
+            "The order of epoch %d differs from before the resume: in that epoch some samples "
+            "are read twice and others not at all. Make the order of its %s depend on the global "
+            "generators or on set_epoch, not on state that it keeps between epochs.",
             self.epoch,
             " or ".join(dict.fromkeys(names)),
         )
@@ -521,10 +522,10 @@ class EpochIterator:
         if differing := [str(rank) for rank, mark in enumerate(marks) if mark != marks[0]]:
             raise ValueError(
                 f"The sampler ({type(self.sampler.sampler).__name__}) gives rank "
-                f"{', '.join(differing)} another order than rank 0. All processes must have the "
-                "same order, and each reads its share of the batches: seed it the same on all. If "
-                "it splits the data by rank, let it yield the whole order, or read the data "
-                "through an IterableDataset with DataLoaderConfiguration(presharded=True)."
+                f"{', '.join(differing)} a different order than rank 0. Each process reads its "
+                "share of one common order: seed the sampler the same on all. If it splits the "
+                "data by rank, make it yield the whole order, or read the data through an "
+                "IterableDataset with DataLoaderConfiguration(presharded=True)."
             )
 
     def close(self) -> None:
@@ -650,9 +651,9 @@ class EpochIterator:
         if self.weighted_by_samples and samples < indices:
             self.weighted_by_samples = False
             logger.warning(
-                "A batch of %d samples counts as %d, the first dimension of its tensors, as if "
-                "collate_fn had left out the others. If that is not the number of samples, define "
-                "count_items in the module: losses and metrics are weighted by it.",
+                "A batch of %d samples is counted as %d, the first dimension of its tensors. If "
+                "that is not its number of samples, define count_items in the module: it weights "
+                "losses and metrics.",
                 indices,
                 samples,
             )
@@ -710,8 +711,8 @@ class EpochIterator:
             raise ValueError(
                 f"The processes' streams are not {self.world_size} parts of the data: {reads}. "
                 f"Split them by rank and number of processes (here {self.world_size}; those that "
-                "share a model's layers read the same part), or give all the whole stream. If this "
-                "is intended, set DataLoaderConfiguration(presharded=True)."
+                "share a model's layers read the same part), or give all of them the whole "
+                "stream. If this is intended, set DataLoaderConfiguration(presharded=True)."
             )
 
     @property
@@ -739,8 +740,8 @@ class EpochIterator:
         if resumed is None and self.start_batch:
             raise CheckpointError(
                 f"The run resumes after {self.start_batch} batches of an epoch in which all "
-                "processes read one stream, and now each reads its own. Give all the same stream, "
-                "or resume from a checkpoint at the end of an epoch."
+                "processes read the same stream, but now each reads a different one. Give all "
+                "processes the same stream, or resume from a checkpoint at the end of an epoch."
             )
         max_batches = self._max_batches
         limit = None if max_batches is None else len(range(self.rank, max_batches, self.world_size))

@@ -177,9 +177,10 @@ def pickled_state(owner: Any) -> bytes:
         return pickle.dumps(owner.state_dict())
     except Exception as error:
         raise RuntimeError(
-            f"The position in the training stream cannot be saved: {type(owner).__name__}"
-            f".state_dict() gave {type(error).__name__}: {error}. It must return a tree of "
-            "tensors, numbers and strings at any time; otherwise a resume reads the stream again."
+            "The position in the training stream cannot be saved: "
+            f"{type(owner).__name__}.state_dict() raised {type(error).__name__}: {error}. It "
+            "must be callable at any time and return a tree of tensors, numbers and strings. "
+            "Without it, a resume reads the stream again from its beginning."
         ) from error
 
 
@@ -600,9 +601,10 @@ class Stream:
         other = here != saved
         if other and not position["over"] and (kind == "loader" or max(here, saved) > 1):
             raise CheckpointError(
-                f"The checkpoint was saved inside an epoch of a stream that {saved} workers read, "
-                f"and this loader has {here}. The number of workers decides what comes next: set "
-                f"num_workers={saved}, or resume from a checkpoint at the end of an epoch."
+                f"The checkpoint was saved inside an epoch of a stream that {saved} workers "
+                f"read, but this loader has {here}. The number of workers determines the next "
+                f"samples: set num_workers={saved}, or resume from a checkpoint at the end of an "
+                "epoch."
             )
         self._position = position
         if position["kind"] == kind != "none" and not (other and position["over"]):
@@ -667,8 +669,8 @@ def check_same_stream(stream: Iterator[Item]) -> Iterator[Item]:
     if len({repr(checksum) for checksum in all_gather_object(sums)}) > 1:
         raise ValueError(
             "The stream starts with a different batch on each process. Every process reads the "
-            "whole stream and keeps its own batches: give all the same stream. If each has its own "
-            "part of the data on purpose, set dataloader_config=DataLoaderConfiguration("
-            "presharded=True)."
+            "whole stream and keeps its share of the batches: give all processes the same "
+            "stream. If each is meant to read a different part of the data, set "
+            "dataloader_config=DataLoaderConfiguration(presharded=True)."
         )
     return chain(first, stream)

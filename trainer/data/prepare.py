@@ -127,8 +127,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         num_batches += dataloader.skip_batches
     elif not has_torch_iteration(type(dataloader)):
         raise TypeError(
-            f"A {type(dataloader).__name__} overrides how a DataLoader reads, and a new loader "
-            "would lose that. Prepare it, or use itertools.islice."
+            f"A {type(dataloader).__name__} overrides how a DataLoader reads, which a new loader "
+            "would lose. Prepare it, or use itertools.islice."
         )
     if isinstance(dataloader.dataset, IterableDataset):
         return SkipDataLoader(skip_batches=num_batches, **kwargs, **batching_kwargs(dataloader))
@@ -284,17 +284,17 @@ def _reads_part(
     part = None if presharded else user_shard(dataloader)
     if part is not None and part != (rank, world_size):
         raise ValueError(
-            f"The stream of rank {rank} is part {part[0]} of {part[1]} of the data, and must be "
-            f"part {rank} of {world_size}. Split it that way, or, if this is intended, set "
+            f"The stream of rank {rank} is part {part[0]} of {part[1]} of the data, but must be "
+            f"part {rank} of {world_size}. Split it that way. If this is intended, set "
             "DataLoaderConfiguration(presharded=True)."
         )
     reads_part = presharded or part is not None
     dividing = [name for name, value in options.items() if value]
     if reads_part and dividing:
         raise ValueError(
-            f"{dividing[0]}=True divides batches among the processes, and the stream is this "
-            f"process's own part of the data already. Leave {dividing[0]} out, or give all the "
-            "whole stream."
+            f"{dividing[0]}=True divides batches among the processes, but the stream is already "
+            f"this process's part of the data. Leave {dividing[0]} out, or give all processes "
+            "the whole stream."
         )
     return reads_part
 

@@ -437,8 +437,9 @@ class LazyGenerators:
         worker = get_worker_info()
         if late and (worker is None or worker.id == 0):
             logger.warning(
-                "%s created a random generator (%s) in its first %s. %s that %s draws from it does "
-                "not depend on the seed and differs after a resume: create it in __init__.",
+                "%s created a random generator (%s) in its first %s. %s that %s draws from it "
+                "does not depend on the seed, and differs after a resume: create the generator "
+                "in __init__.",
                 self._owner,
                 ", ".join(late),
                 self._part,

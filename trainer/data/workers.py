@@ -63,7 +63,7 @@ if sys.platform != "win32":
             patience = _START_PATIENCE
             while not self._fork_started(process_obj, patience):
                 logger.warning(
-                    "A data-loader worker did not begin within %g s after its fork, and is forked "
+                    "A data-loader worker did not start within %g s after its fork; it is forked "
                     "again. Python 3.11.8 and later do not have this problem.",
                     patience,
                 )

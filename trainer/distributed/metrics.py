@@ -166,8 +166,8 @@ def _cut(samples: Any, local: int) -> Any:
     if real < 0:
         if several:
             logger.info(
-                "The loader does not know how many of its last samples are repeated ones; "
-                "gather_for_metrics returns all of them."
+                "The number of repeated samples at the end of the loader is unknown; "
+                "gather_for_metrics returns all samples."
             )
         return samples
     batch = state._batch_sizes
@@ -177,7 +177,7 @@ def _cut(samples: Any, local: int) -> Any:
         raise ValueError(
             f"gather_for_metrics got {local} entries for the loader's last batch, which has "
             f"{min(batch)} samples, so it cannot know which belong to repeated samples. Pass one "
-            "entry per sample, as objects with use_gather_object=True where they differ in size; "
-            "gather and gather_object cut nothing."
+            "entry per sample (with use_gather_object=True if they differ in size), or use "
+            "gather or gather_object, which drop nothing."
         )
     return samples

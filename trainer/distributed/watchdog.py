@@ -41,7 +41,7 @@ _FRAMES = 15  # the number of innermost stack frames to show
 _READ = 100  # ranks whose notes are read at the end; reading thousands would overload the store
 _SHOWN = 8  # ranks to name if it is unknown which one is lost
 _NO_STORE = (
-    "the store of the process group does not answer: its machine, that of rank 0, is gone or "
+    "the store of the process group does not answer: its machine, that of rank 0, has failed or "
     "cannot be reached"
 )
 _ALL_STAND = 4  # multiple of the patience after which it is logged that all processes wait
@@ -152,11 +152,12 @@ def _describe(rank: int, note: Note, silent: bool, patience: float) -> str | Non
     if note.failure:
         return f"rank {rank} has failed in {note.phase}: {note.failure}"
     if not note.inside:
-        return f"rank {rank} is not in this run: it has ended it, or not begun it."
+        return f"rank {rank} is not in this run: it has finished, or has not started."
     if silent:
         return (
             f"rank {rank} does not respond; it was last in {note.phase}. Its process is stopped "
-            f"or gone, or something there holds Python's global lock.\n{note.stack}"
+            "or dead, or some code holds Python's global lock.\n"
+            f"{note.stack}"
         )
     if note.seconds < patience / 2:  # slow, but making progress
         return None
@@ -175,9 +176,9 @@ def unexplained(phase: str, notes: Mapping[int, Note], error: str) -> str:
     last = [f"rank {rank} in {notes[rank].phase}" for rank in inside[:_SHOWN]]
     last += [f"{len(inside) - _SHOWN} more"] * (len(inside) > _SHOWN)
     return (
-        "Communication with the other processes failed: one has died or does not answer, and none "
-        f"has reported why. This process was in {phase}; seen some seconds "
-        f"earlier: {'; '.join(last) or 'none'}. The backend says: {error}"
+        "Communication with the other processes failed: a process has died or does not answer, "
+        f"and none has reported an error. This process was in {phase}; the others, some seconds "
+        f"earlier: {'; '.join(last) or 'none'}. The backend reports: {error}"
     )
 
 
@@ -258,7 +259,7 @@ class _Watchdog:
             self._sign_off()
         except (RuntimeError, OSError) as error:
             # The process that hosts the store has ended, or the backend has timed out.
-            logger.debug("The other processes can no longer be asked where they are: %s", error)
+            logger.debug("The phases of the other processes can no longer be read: %s", error)
 
     @contextmanager
     def _log_if_silent(self) -> Iterator[None]:
@@ -284,8 +285,8 @@ class _Watchdog:
         """Set `cause` if the backend has failed and the store does not answer."""
         if self._replaced and not self.cause:
             self.cause = (
-                f"Communication with the other processes failed, and {_NO_STORE}. This process was "
-                f"in {self._ended_in}. The backend says: {self._error}"
+                f"Communication with the other processes failed, and {_NO_STORE}. This process "
+                f"was in {self._ended_in}. The backend reports: {self._error}"
             )
 
     def _sign_off(self) -> None:

@@ -135,10 +135,10 @@ def _run_on_meta(
         if name not in _READS:
             raise
         raise RuntimeError(
-            "A value is read that another stage of the pipeline computes. Of what layers return, "
-            "stages before the last know shapes alone: compute with tensors in the model, and read "
-            "values in training_step, after the model is called. What runs after the layers is "
-            "defined after them in the module, what runs before them before."
+            "A value was read that another stage of the pipeline computes. Stages before the "
+            "last know only the shapes of what layers return: read values (item, tolist) in "
+            "training_step after calling the model, not in the model. In the module, define what "
+            "runs before the layers before them, and what runs after the layers after them."
         ) from error
     numbers = {id(each): number for number, each in enumerate(made)}
     return map_tree(

@@ -23,8 +23,8 @@ def choose_engine(options: EngineOptions, *, automatic: bool = False) -> Engine:
         if not callable(options.engine):
             raise TypeError(
                 f"engine is {options.engine!r}; it must be a class with the methods of "
-                "trainer.engines.base.Engine. To choose one of ours, pass its plugin, such as "
-                "fsdp_plugin or deepspeed_plugin; DDP needs none."
+                "trainer.engines.base.Engine. To choose a built-in engine, pass its plugin, such "
+                "as fsdp_plugin or deepspeed_plugin; DDP needs none."
             )
         return options.engine(options)
     if options.deepspeed_plugin is not None:

@@ -77,7 +77,8 @@ class Hook:
         # States of an earlier release have no "parameters".
         if {**self._made_by, **saved["made_by"]} != self._made_by:
             logger.warning(
-                "PowerSGD starts afresh: the checkpoint has its state for %s, this run uses %s.",
+                "PowerSGD starts with a new state: the checkpoint has its state for %s, this "
+                "run uses %s.",
                 saved["made_by"],
                 self._made_by,
             )
@@ -136,8 +137,8 @@ def register(
     except TypeError as error:
         raise ValueError(
             f"Gradients cannot be sent in bfloat16 here (comm_hook={kwargs.comm_hook.value!r}, "
-            f"comm_wrapper={kwargs.comm_wrapper.value!r}): torch does that with NCCL or XCCL "
-            "alone. Use 'fp16', which every backend can send, or 'no'."
+            f"comm_wrapper={kwargs.comm_wrapper.value!r}): torch supports it only with NCCL or "
+            "XCCL. Use 'fp16', which every backend can send, or 'no'."
         ) from error
     made_by = {
         "comm_hook": kwargs.comm_hook.value,
@@ -235,9 +236,9 @@ def _check_over_gloo(trained: Sequence[Tensor], *, searches: bool) -> None:
         return
     if searches:
         raise ValueError(
-            "PowerSGD over gloo fails inside torch with find_unused_parameters=True: the "
-            "collectives of the two are mixed up. Use NCCL, comm_hook='fp16', or a loss that "
-            "depends on every parameter."
+            "PowerSGD over gloo fails inside torch with find_unused_parameters=True: their "
+            "collectives get mixed up. Use NCCL, comm_hook='fp16', or a loss that depends on "
+            "every parameter."
         )
     size, types = sum(p.nbytes for p in trained), {p.dtype for p in trained}
     if size > _FIRST_BUCKET or len(types) > 1:

@@ -172,7 +172,7 @@ def _check_options(options: dict[str, Any], arguments: dict[str, Any]) -> None:
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"TorchDynamoPlugin has options={options!r}, but inductor has no {name!r}.{hint} "
-                "torch._inductor.list_options() returns those that it has."
+                "torch._inductor.list_options() returns its options."
             )
     try:
         torch.compile(lambda: None, **arguments)  # compiles nothing before it is called
@@ -412,11 +412,12 @@ class _CompiledStep:
         failures = {compilation.fail_reason for compilation in made if compilation.fail_reason}
         reasons = failures | set(self._breaks() - breaks_before)
         text = (
-            f"dynamo_backend is set, but no part of {type(self._module).__name__}.{self._name} was "
-            f"compiled. Torch says: {' / '.join(map(_first_lines, sorted(reasons))) or 'nothing'}. "
-            "Change the step so that torch can trace it (TORCH_LOGS=graph_breaks shows where it "
-            "cannot), compile parts of the module in configure_model with self.net.compile(), or "
-            "leave dynamo_backend out."
+            f"dynamo_backend is set, but no part of {type(self._module).__name__}.{self._name} "
+            "was compiled. Torch reports: "
+            f"{' / '.join(map(_first_lines, sorted(reasons))) or 'nothing'}. Change the step so "
+            "that torch can trace it (TORCH_LOGS=graph_breaks shows where it cannot), compile "
+            "parts of the module in configure_model with self.net.compile(), or leave "
+            "dynamo_backend out."
         )
         if self._name == "training_step":
             raise RuntimeError(text)

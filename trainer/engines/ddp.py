@@ -308,10 +308,10 @@ class Replicas(SingleDevice):
         count = sum(parameter.requires_grad for parameter in self._frozen)
         if count:
             raise RuntimeError(
-                f"{count} parameter(s) that required no gradients when their model was prepared do "
-                f"now, and the {self.parallel.dp_size} processes would not average them. Unfreeze "
-                "them before prepare; or prepare a model that is not trained here with "
-                "prepare_model(model, evaluation_mode=True)."
+                f"{count} parameter(s) that required no gradients when their model was prepared "
+                f"do now, but the {self.parallel.dp_size} processes would not average their "
+                "gradients. Unfreeze them before prepare; or prepare a model that is not trained "
+                "here with prepare_model(model, evaluation_mode=True)."
             )
 
     # -- the steps of a fit ------------------------------------------------------------------------
@@ -570,10 +570,10 @@ class DataParallel(Replicas):
                 ) from error
             unused = [n for n, p in named if p.requires_grad and p.grad is None]
             raise RuntimeError(
-                f"The loss does not depend on {', '.join(unused) or 'some parameters'}, so "
-                "the gradients could not be averaged over the processes. Freeze what is not "
-                "trained with requires_grad_(False), or pass Trainer(kwargs_handlers=["
-                "DistributedDataParallelKwargs(find_unused_parameters=True)])."
+                f"The loss does not depend on {', '.join(unused) or 'some parameters'}, so the "
+                "gradients could not be averaged over the processes. Freeze parameters that are "
+                "not trained with requires_grad_(False), or pass "
+                "Trainer(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])."
             ) from error
 
     def check_unknown_parameters(self) -> None:
@@ -657,9 +657,9 @@ class StaticDataParallel(DataParallel):
         """
         if sparse_weights(module):
             raise ValueError(
-                "static_graph=True cannot be used with an embedding with sparse=True: torch's DDP "
-                "fails where the loss leaves one out. Make it without sparse=True, or leave out "
-                "static_graph."
+                "static_graph=True cannot be used with an embedding with sparse=True: torch's "
+                "DDP fails if the loss does not use it. Create it without sparse=True, or leave "
+                "out static_graph."
             )
         assert self._kwargs is not None
         # A static graph already says which parameters are unused.
@@ -782,10 +782,10 @@ class StaticDataParallel(DataParallel):
             expected = self.graph[name]
             if used != expected:
                 raise RuntimeError(
-                    f"With static_graph=True backward must accumulate into each parameter as often "
-                    f"as in the first update, or in the run that is resumed. It accumulated "
-                    f"{used} times into {name}; then it was {expected} times. Restore that, or "
-                    "leave out static_graph."
+                    "With static_graph=True backward must accumulate into each parameter as "
+                    "often as in the first update, or in the run that is resumed. It accumulated "
+                    f"{used} times into {name}, but {expected} times in the first update. Make "
+                    "all updates alike, or leave out static_graph."
                 )
         self._held_to = True
 
@@ -800,10 +800,11 @@ class StaticDataParallel(DataParallel):
             super()._check_reduced()
         except RuntimeError as error:
             raise RuntimeError(
-                "With static_graph=True each loss must depend on the same parameters as the first "
-                "update's, equally often. This one depends on fewer, or on some less often, so "
-                "the gradients could not be averaged. Pass Trainer(kwargs_handlers=["
-                "DistributedDataParallelKwargs(find_unused_parameters=True)]) instead."
+                "With static_graph=True each loss must depend on the same parameters as the "
+                "first update's, equally often. This loss depends on fewer parameters, or on "
+                "some less often, so the gradients could not be averaged. Pass Trainer("
+                "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]) "
+                "instead."
             ) from error.__cause__
 
 

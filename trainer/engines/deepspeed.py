@@ -57,8 +57,8 @@ def import_deepspeed(device: torch.device) -> Any:
             kind = get_accelerator().device_name()
     except ImportError as error:
         raise ImportError(
-            "deepspeed_plugin (--use_deepspeed) asks for DeepSpeed, which is not installed: "
-            "pip install 'cadence-trainer[deepspeed]'."
+            "deepspeed_plugin (--use_deepspeed) needs DeepSpeed, which is not installed: pip "
+            "install 'cadence-trainer[deepspeed]'."
         ) from error
     if kind != device.type:
         raise ValueError(
@@ -664,9 +664,9 @@ class ZeroGradients(Gradients):
         if not self._engine._ended:
             if hasattr(self._engine, "step_sync") or not GradientState().sync_gradients:
                 raise RuntimeError(
-                    "Gradients are read inside a window of micro-batches, where DeepSpeed has not "
-                    "reduced them yet: read them in on_before_optimizer_step, or in a loop of your "
-                    "own under `if accelerator.sync_gradients:`."
+                    "Gradients were read inside a window of micro-batches, before DeepSpeed has "
+                    "reduced them: read them in on_before_optimizer_step, or in a custom loop "
+                    "under `if accelerator.sync_gradients:`."
                 )
             self._engine._end_window()
         if self._engine._plain:
@@ -698,13 +698,13 @@ class ZeroGradients(Gradients):
             return torch.zeros((), device=self._engine.options.device)
         if norm_type != 2.0:
             raise NotImplementedError(
-                f"Gradients are to be clipped by the norm of norm_type={norm_type}, but DeepSpeed "
-                "clips by the 2-norm: leave norm_type out."
+                f"Clipping was requested with norm_type={norm_type}, but DeepSpeed clips by the "
+                "2-norm: leave norm_type out."
             )
         if self._engine.plugin.clips_at not in (0.0, max_norm):
             raise ValueError(
-                f"Gradients are to be clipped at a norm of {max_norm}, but gradient_clipping of "
-                f"the DeepSpeed configuration is {self._engine.plugin.clips_at}: set it to 'auto'."
+                f"Clipping was requested at a norm of {max_norm}, but gradient_clipping of the "
+                f"DeepSpeed configuration is {self._engine.plugin.clips_at}: set it to 'auto'."
             )
         self.max_norm = float(max_norm)
         if self._engine.stage == 0:
@@ -731,7 +731,7 @@ class ZeroGradients(Gradients):
             return
         if self._engine.plugin.offload_optimizer_device != "none":
             raise NotImplementedError(
-                "Each element of the gradients is to be limited, but offload_optimizer_device is "
+                "Clipping by value was requested, but offload_optimizer_device is "
                 f"{self._engine.plugin.offload_optimizer_device!r}: use max_grad_norm or "
                 "clip_grad_norm_."
             )
@@ -748,8 +748,8 @@ class ZeroGradients(Gradients):
         chosen = {id(parameter) for parameter in parameters} & self._engine._trains
         if chosen and chosen != self._engine._trains:
             raise NotImplementedError(
-                "The gradients of some parameters are to be clipped, but DeepSpeed clips those of "
-                "all trained parameters together: pass model.parameters()."
+                "Clipping was requested for some parameters, but DeepSpeed clips the gradients "
+                "of all trained parameters together: pass model.parameters()."
             )
         return bool(chosen)
 

@@ -118,9 +118,9 @@ class DrivesOptimizer(SingleDevice):
         """
         if step_sync is not None and not getattr(module, "automatic_optimization", True):
             raise ValueError(
-                f"{type(module).__name__} sets automatic_optimization = False, but the step of "
-                f"{self.library} reduces, clips and updates at once: leave out {self.argument}, or "
-                "let the Trainer optimise."
+                f"{type(module).__name__} sets automatic_optimization = False, but "
+                f"{self.library} reduces, clips and updates in one step: leave out "
+                f"{self.argument}, or use automatic optimisation."
             )
         super().start(module, step_sync)
 
@@ -132,9 +132,9 @@ class DrivesOptimizer(SingleDevice):
         """
         if self._owner is not None:
             raise ValueError(
-                f"{self.library} trains one model with its optimizer, and has prepared a "
-                f"{type(self._owner).__name__} already: use another Accelerator for the "
-                f"{type(module).__name__}; one that is only evaluated may be passed to "
+                f"{self.library} trains one model with its optimizer, and a "
+                f"{type(self._owner).__name__} is already prepared: use another Accelerator for "
+                f"the {type(module).__name__}. Pass a model that is only evaluated to "
                 "prepare_model(model, evaluation_mode=True)."
             )
 
@@ -172,8 +172,8 @@ class DrivesOptimizer(SingleDevice):
             )
         if self._client is not None:
             raise ValueError(
-                f"{self.library} has one optimizer, a {type(self._client).__name__}, and was given "
-                f"another, a {name}: put all parameters into groups of one."
+                f"{self.library} takes one optimizer. It has a {type(self._client).__name__} "
+                f"already and got a {name}: use one optimizer with several parameter groups."
             )
         kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
         whole = any(part in kind for part in _NEED_WHOLE_TENSORS for kind in kinds)
@@ -184,8 +184,8 @@ class DrivesOptimizer(SingleDevice):
             )
         if is_schedule_free(optimizer):
             raise ValueError(
-                f"{name} has other weights for the evaluation, which it cannot put into the "
-                f"parameters, since {self.library} updates copies of them. {instead}"
+                f"{name} uses different weights for evaluation, but cannot write them to the "
+                f"parameters, because {self.library} updates copies of them. {instead}"
             )
         of_model = set(map(id, self._owner.parameters()))
         parameters = [
@@ -196,7 +196,8 @@ class DrivesOptimizer(SingleDevice):
         ]:
             raise ValueError(
                 f"The optimizer has parameters of the shapes {unknown} that "
-                f"{type(self._owner).__name__} has not: assign them to an attribute of the model."
+                f"{type(self._owner).__name__} does not have: assign them to an attribute of the "
+                "model."
             )
         self._client = optimizer
         self._trains = self._trained_now()
@@ -255,7 +256,7 @@ class DrivesOptimizer(SingleDevice):
         changed = [name for name, p in named if (id(p) in now) != (id(p) in self._trains)]
         raise RuntimeError(
             f"{', '.join(changed) or 'Parameters'} were added, frozen or unfrozen after "
-            f"{self.library} has taken the model and its optimizer: decide what is trained in "
+            f"{self.library} wrapped the model and its optimizer: choose what is trained in "
             "configure_model or configure_optimizers, or before prepare."
         )
 
@@ -306,9 +307,10 @@ class DrivenWeights(Weights):
             self._engine.optimizer_zero_grad()
         elif self._engine._pending:
             raise RuntimeError(
-                f"{type(module).__name__} has gradients that no update has used, in buffers of "
-                f"{self._engine.library}: save after optimizer.step() and optimizer.zero_grad() at "
-                "the end of a window, under `if accelerator.sync_gradients:`."
+                f"{type(module).__name__} has gradients in buffers of {self._engine.library} "
+                "that no update has used yet: save after optimizer.step() and "
+                "optimizer.zero_grad() at the end of a window, under `if "
+                "accelerator.sync_gradients:`."
             )
 
 

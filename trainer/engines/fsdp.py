@@ -64,9 +64,9 @@ from trainer.tree import fill_, part_here
 logger = module_logger(__name__)
 
 _NEED_WHOLE_TENSORS = {  # optimizers by name, and why
-    "Adafactor": "torch cannot run its norms of rows and columns on them",
-    "LBFGS": "it decides by the loss of one process how often all run forward",
-    "Rprop": "torch cannot run its steps by sign on them",
+    "Adafactor": "torch cannot compute its row and column norms on shards",
+    "LBFGS": "the loss of one process decides how often all processes run forward",
+    "Rprop": "torch cannot compute its sign-based steps on shards",
 }
 
 
@@ -250,9 +250,9 @@ class FullyShard(SingleDevice):
         named = bare_names(module, module.named_parameters())
         if trained := [name for name, p in named if p in ignored and p.requires_grad]:
             raise ValueError(
-                f"{', '.join(trained)} are trained, but are ignored by the plugin's "
-                "ignored_modules: FSDP would not average their gradients over the processes. "
-                "Freeze them with requires_grad_(False), or do not ignore them."
+                f"{', '.join(trained)} are trained, but the plugin's ignored_modules excludes "
+                "them: FSDP would not average their gradients over the processes. Freeze them "
+                "with requires_grad_(False), or do not ignore them."
             )
         for parameter in ignored:  # which `fully_shard` leaves where they are
             if not parameter.is_meta:
@@ -281,7 +281,8 @@ class FullyShard(SingleDevice):
         if left and self.options.rank == 0:
             names = {part: name for name, part in module.named_modules()}
             logger.warning(
-                "%s share parameters with other parts of %s, and are gathered together with them.",
+                "%s share parameters with other submodules of %s, and are gathered together "
+                "with them.",
                 ", ".join(names[unit] for unit in left),
                 type(module).__name__,
             )
@@ -289,9 +290,9 @@ class FullyShard(SingleDevice):
             if not kept + left:
                 raise ValueError(
                     "activation_checkpointing recomputes the activations of each unit, but the "
-                    f"plugin wraps none in {type(module).__name__}: choose an auto_wrap_policy, "
-                    "such as transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), "
-                    "or leave it out."
+                    f"plugin creates no units in {type(module).__name__}: choose an "
+                    "auto_wrap_policy, such as transformer_cls_names_to_wrap "
+                    "(--fsdp_transformer_layer_cls_to_wrap), or leave it out."
                 )
             for unit in kept + left:
                 checkpoint_activations(
@@ -311,8 +312,8 @@ class FullyShard(SingleDevice):
                         where = f"{type(root).__name__} and a model that was prepared before, which"
                     raise ValueError(
                         f"The parameter {name!r} is shared by {where} gather their parameters "
-                        "separately. Put both into one module that is prepared (in manual "
-                        "optimisation: whose forward is called)."
+                        "separately. Put both into one module and prepare that module (in manual "
+                        "optimisation, call its forward)."
                     )
 
     def _share_generators(self) -> None:
@@ -352,8 +353,9 @@ class FullyShard(SingleDevice):
             return None
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             raise ValueError(
-                f"Parameters of {type(module).__name__} are on the meta device, and others are "
-                "split over processes already: leave parallelize_module to an attribute tp_plan."
+                f"Some parameters of {type(module).__name__} are on the meta device, and others "
+                "are already split over processes: use an attribute tp_plan instead of calling "
+                "parallelize_module."
             )
         whole: dict[str, Tensor] = {}
         with keep_ties(module):
@@ -466,9 +468,9 @@ class FullyShard(SingleDevice):
         if not units:
             raise ValueError(
                 f"dynamo_backend is {str(compiler.backend).lower()!r}, which compiles each unit "
-                "of a sharded model, but the plugin wraps none: choose an auto_wrap_policy, such "
-                "as transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), or leave "
-                "dynamo_backend out."
+                "of a sharded model, but the plugin creates no units: choose an "
+                "auto_wrap_policy, such as transformer_cls_names_to_wrap "
+                "(--fsdp_transformer_layer_cls_to_wrap), or leave dynamo_backend out."
             )
         for unit in units:
             self._undo.append(attribute_restorer(unit, "forward"))
@@ -507,9 +509,10 @@ class FullyShard(SingleDevice):
         if trained or plain:
             raise RuntimeError(
                 f"{', '.join(plain) or 'Some parameters of ignored_modules'} got gradients that "
-                "FSDP does not average over the processes: they were added, or unfrozen although "
-                "they are ignored, after the model was sharded. Add parameters in configure_model "
-                "or before, and leave what is trained later out of ignored_modules."
+                "FSDP does not average over the processes: they were added after the model was "
+                "sharded, or belong to ignored_modules and were unfrozen. Add parameters in "
+                "configure_model or before, and remove modules that are trained later from "
+                "ignored_modules."
             )
 
     # ARG002: an interface
@@ -694,8 +697,8 @@ class FullyShard(SingleDevice):
         )
         raise RuntimeError(
             f"The processes ran different units of the sharded model (from call {start + 1} on, "
-            f"{shown}), so that they gathered each other's parameters. Every process must run each "
-            "unit in the same order: wrap larger units, which contain the branches "
+            f"{shown}), and gathered the wrong parameters. Every process must run each unit in "
+            "the same order: wrap larger units, which contain the branches "
             '(transformer_cls_names_to_wrap, or auto_wrap_policy="no_wrap").'
         )
 
@@ -1110,9 +1113,10 @@ def _children_of_manual(module: nn.Module) -> Iterator[nn.Module]:
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad:
             raise ValueError(
-                f"{type(module).__name__} has a trained parameter {name!r} of its own. In manual "
-                "optimisation on shards each submodule gathers its parameters around its forward, "
-                "so move it into a submodule that uses it there."
+                f"{type(module).__name__} has a trained parameter {name!r} outside its "
+                "submodules. In manual optimisation with a sharded model each submodule gathers "
+                "its parameters around its forward: move the parameter into a submodule that "
+                "uses it in forward."
             )
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
@@ -1126,9 +1130,9 @@ def _check_not_compiled(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if is_compiled(part) and _units_in(part):
             raise ValueError(
-                f"{name or type(module).__name__} is compiled as a whole, with what gathers its "
-                "sharded parameters, but a fit has to follow that: pass dynamo_backend=..., which "
-                "compiles the forward of each unit, instead."
+                f"{name or type(module).__name__} is compiled as a whole, including the hooks "
+                "that gather its sharded parameters, which fit needs to run uncompiled: pass "
+                "dynamo_backend=..., which compiles the forward of each unit, instead."
             )
 
 

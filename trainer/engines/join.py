@@ -174,8 +174,8 @@ def _check_optimizers(joinables: Sequence[Joinable]) -> None:
         if steps > 1 and not isinstance(joinable, DistributedDataParallel):
             raise ValueError(
                 f"join_uneven_inputs was given a {type(joinable).__name__}, with "
-                f"gradient_accumulation_steps={steps}. A process that has run out of batches would "
-                "step it in every round, the others only at the end of a window. Use "
+                f"gradient_accumulation_steps={steps}. A process without batches would step the "
+                "optimizer in every round, but the others only at the end of a window. Use "
                 "gradient_accumulation_steps=1, or leave it out and pass even_batches=True."
             )
 
@@ -194,8 +194,8 @@ def _joinable(candidate: Any) -> Joinable | None:
     if isinstance(inner, nn.Module):
         return None
     raise TypeError(
-        f"joinables holds a {type(inner).__name__}; it takes models that were prepared, and "
-        "optimizers that are torch.distributed.algorithms.Joinable."
+        f"joinables contains a {type(inner).__name__}; it takes prepared models, and optimizers "
+        "that are torch.distributed.algorithms.Joinable."
     )
 
 
@@ -206,8 +206,9 @@ def _is_even(loader: Any) -> bool:
 def _check_whole(joinables: Sequence[Any]) -> None:
     if PartialState().device.type == "xla":
         raise ValueError(
-            "join_uneven_inputs needs DDP, which knows no XLA devices. Use even_batches=True, or "
-            "the Trainer, in which a process without a batch runs a dummy batch."
+            "join_uneven_inputs needs DDP, which does not support XLA devices. Use "
+            "even_batches=True, or the Trainer, in which a process without a batch runs a dummy "
+            "batch."
         )
     for joinable in joinables:
         if isinstance(joinable, nn.Module) and any(

@@ -58,8 +58,8 @@ from trainer.tree import LocalShards, fill_, find_batch_size
 _TRACKER = "megatron_rng"
 _GRADIENT = attrgetter("main_grad")
 _OTHER_STAGES = (
-    "is called in training_step, but with pp_degree above 1 the processes run it for other "
-    "micro-batches at a time, and would wait for each other. Call it in on_train_step_end."
+    "is called in training_step, but with pp_degree above 1 the processes run different "
+    "micro-batches at the same time, so the call would hang. Call it in on_train_step_end."
 )
 
 
@@ -94,8 +94,8 @@ def import_megatron(device: torch.device) -> Any:
             from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401 - warn, too
     except ImportError as error:
         raise ImportError(
-            "megatron_lm_plugin asks for megatron-core, which is not installed: "
-            "pip install 'cadence-trainer[megatron]'."
+            "megatron_lm_plugin needs megatron-core, which is not installed: pip install "
+            "'cadence-trainer[megatron]'."
         ) from error
     try:
         kind = torch.device(torch.cuda.current_device()).type
@@ -295,10 +295,10 @@ class Megatron(DrivesOptimizer):
             return module
         if self._stages > 1 or self.plugin.num_micro_batches != 1:
             raise NotImplementedError(
-                f"pp_degree is {self._stages} and num_micro_batches {self.plugin.num_micro_batches}"
-                ", but a loop of your own runs forward and backward by itself, and cannot overlap "
-                "those of several micro-batches. Use the Trainer, whose training_step is the step "
-                "of a schedule; or set both to 1."
+                f"pp_degree is {self._stages} and num_micro_batches "
+                f"{self.plugin.num_micro_batches}, but a custom loop runs forward and backward "
+                "itself, and cannot overlap those of several micro-batches. Use the Trainer, "
+                "whose training_step is the step of a schedule; or set both to 1."
             )
         self._check_first(module)
         unwrap_forward(module)  # the model computes in the dtype of its weights
@@ -403,8 +403,8 @@ class Megatron(DrivesOptimizer):
         if others := [n for n, p in named if p.requires_grad and id(p) not in of_model]:
             raise ValueError(
                 f"{', '.join(others)} are trained, but are outside the "
-                f"{type(self._model).__name__} of megatron-core, whose parameters alone are "
-                "divided over the processes: put them into the model, or freeze them."
+                f"{type(self._model).__name__} of megatron-core, and only the parameters of that "
+                "model are divided over the processes: put them into the model, or freeze them."
             )
         how = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
@@ -683,8 +683,9 @@ class Megatron(DrivesOptimizer):
         super().begin_epoch()
         if not self._scheduled and (schedule := self.plugin.of_schedule()):
             raise ValueError(
-                f"megatron_lm_plugin has {', '.join(schedule)}, which nothing follows: return "
-                "MegatronLMDummyScheduler(optimizer) from configure_optimizers, or leave them out."
+                f"megatron_lm_plugin has {', '.join(schedule)}, but there is no scheduler to use "
+                "them: return MegatronLMDummyScheduler(optimizer) from configure_optimizers, or "
+                "leave them out."
             )
 
     # -- the update --------------------------------------------------------------------------------
@@ -738,8 +739,8 @@ class Megatron(DrivesOptimizer):
         """
         if self._owner is None:
             raise RuntimeError(
-                "There is no model of megatron-core here: prepare it with this Accelerator, or in "
-                "a Trainer ask for its weights in a callback, while fit runs."
+                "No megatron-core model is prepared: prepare it with this Accelerator, or, with "
+                "a Trainer, read its weights in a callback while fit runs."
             )
         state = self._owner.state_dict(keep_vars=True)
         pairs = zip(state, self._whole_names(state.items()), strict=True)

@@ -40,8 +40,8 @@ def split_batch(
     if not size:
         raise ValueError(
             "A batch is cut into micro-batches along the first dimension of its tensors, which "
-            "must be the same for all: let collate_fn return nothing else, and make what all "
-            "samples share, such as a mask, in training_step."
+            "must be the same for all: return only such tensors from collate_fn, and create what "
+            "all samples share, such as a mask, in training_step."
         )
     each = -(-size // min(number, size))
     parts = [take(batch, at, at + each) for at in range(0, size, each)]
@@ -53,8 +53,8 @@ def split_batch(
     if not isclose(sum(items), whole, rel_tol=1e-5):
         raise ValueError(
             f"count_items gave {whole:g} for a batch, but {', '.join(f'{n:g}' for n in items)} "
-            "for its micro-batches, whose sum must be the same: count what is in each sample, "
-            f"or set {option} to 1."
+            "for its micro-batches, whose sum must be the same: count items per sample, or set "
+            f"{option} to 1."
         )
     pairs = enumerate(zip(parts, items, strict=True))
     return [(number, part, own) for number, (part, own) in pairs if own]
@@ -69,7 +69,8 @@ def required_loss(outputs: Any) -> Tensor:
     if outputs is None:
         raise TypeError(
             "training_step returned None, which would skip one of the micro-batches that a "
-            "schedule needs: define count_items, and return 0 from it for what must not count."
+            "schedule needs: define count_items, and return 0 from it for batches that must not "
+            "count."
         )
     return loss_of(outputs)
 
@@ -166,5 +167,5 @@ class StageLogs:
                 return str(path)
         raise TypeError(
             f"The metric {name!r} is a {type(value).__name__} that is not an attribute of the "
-            "module, where the other stages could find theirs: assign it in __init__."
+            "module, so the other stages cannot find their copy: assign it in __init__."
         )

@@ -65,8 +65,8 @@ def prepare_model(
         )
     if state.use_distributed and hasattr(model, "hf_split_points"):
         raise ValueError(
-            f"{type(model).__name__} is a pipeline (prepare_pippy), whose processes have different "
-            "layers: use it as it is, without preparing it."
+            f"{type(model).__name__} is a pipeline (prepare_pippy), whose layers are already "
+            "divided over the processes: use it without preparing it."
         )
     precision.convert(model)
     precision.wrap_forward(uncompiled(model))
@@ -113,7 +113,7 @@ def check_same_model(model: nn.Module, engine: Engine) -> None:
     else:
         pairs = zip(usual_model, other_model, strict=True)
         first = next(name for name, same in pairs if name != same)
-        difference = f"{first} stands at another place on rank {other} than on rank {usual}"
+        difference = f"{first} has a different position on rank {other} than on rank {usual}"
     raise ValueError(
         f"{type(model).__name__} differs between the processes: {difference}. Build the same model "
         "on all of them, with the same arguments; only where its weights are may differ."

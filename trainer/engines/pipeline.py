@@ -77,8 +77,8 @@ from trainer.rng import isolated_rng, mix
 from trainer.tree import LocalShards, as_bytes, fill_, leaves, local_parts, map_tree, part_here
 
 _OTHER_STAGES = (
-    "is called in training_step, but the processes of a pipeline run it for other micro-batches at "
-    "a time, and would wait for each other. Call it in on_train_step_end."
+    "is called in training_step, but the processes of a pipeline run different micro-batches at "
+    "the same time, so the call would hang. Call it in on_train_step_end."
 )
 _KEPT = 4  # schedules of other sizes that are kept, each with what it receives into
 _EXTRA = "_extra_state"
@@ -237,10 +237,9 @@ class Pipeline(SingleDevice):
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            f"pp_size is {self._ranks}, but a loop of your own runs forward and backward of a "
-            f"{type(module).__name__} by itself, and cannot overlap those of micro-batches. Use "
-            "the Trainer, whose training_step is the step of a schedule, or "
-            "trainer.PipelineParallel."
+            f"pp_size is {self._ranks}, but a custom loop runs forward and backward of a "
+            f"{type(module).__name__} itself, and cannot overlap those of micro-batches. Use the "
+            "Trainer, whose training_step is the step of a schedule, or trainer.PipelineParallel."
         )
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
@@ -251,8 +250,8 @@ class Pipeline(SingleDevice):
         """
         if step_sync is not None and not getattr(module, "automatic_optimization", True):
             raise ValueError(
-                f"{type(module).__name__} sets automatic_optimization = False, but the schedule of "
-                "a pipeline runs backward: leave out pp_size, or let the Trainer optimise."
+                f"{type(module).__name__} sets automatic_optimization = False, but the schedule "
+                "of a pipeline runs backward: leave out pp_size, or use automatic optimisation."
             )
         _check_module(module)
         split = any(isinstance(parameter, Absent) for parameter in module.parameters())
@@ -317,8 +316,8 @@ class Pipeline(SingleDevice):
         kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
         if is_lomo(optimizer) or any(part in kind for part in _NEED_ALL for kind in kinds):
             raise ValueError(
-                f"{type(optimizer).__name__} cannot update the layers of one stage: it looks at "
-                "all parameters together, or updates in backward. Use AdamW or SGD, or train "
+                f"{type(optimizer).__name__} cannot update the layers of one stage: it needs all "
+                "parameters together, or updates during backward. Use AdamW or SGD, or train "
                 "without pp_size."
             )
         replaced = self.layers.replaced
@@ -517,13 +516,14 @@ class Pipeline(SingleDevice):
             place = f"process {rank} of the pipeline"
             if data != of_all[-1][1]:
                 raise RuntimeError(
-                    f"The batch of {place} is not that of the last stage, but all need the same "
-                    "data: seed what the dataset draws when it is made, and sort its files."
+                    f"The batch of {place} differs from that of the last stage, but all stages "
+                    "need the same data: seed random choices in the dataset's __init__, and sort "
+                    "its files."
                 )
             if shapes != of_all[-1][0]:
                 raise RuntimeError(
-                    f"training_step gives the layers {shapes} in {place}, but {of_all[-1][0]} in "
-                    "the last stage: it must do the same on all stages."
+                    f"training_step passes {shapes} to the layers in {place}, but "
+                    f"{of_all[-1][0]} in the last stage: it must be the same on all stages."
                 )
         self._boundaries[key] = found
         if len(self._boundaries) > SHAPES:
@@ -1067,8 +1067,8 @@ class PipelineWeights(Weights):
         engine, made = self._engine, dict[int, LocalShards]()
         if not hasattr(engine, "layers"):
             raise RuntimeError(
-                "No module is divided into stages here: ask for its weights in a callback, while "
-                "fit runs, or load them from a checkpoint."
+                "No module is divided into stages: read its weights in a callback while fit "
+                "runs, or load them from a checkpoint."
             )
         engine.stage_weights.release()
         parts: dict[str, Any] = {}
@@ -1157,7 +1157,9 @@ def _check_module(module: nn.Module) -> None:
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             problem = f"has sparse gradients in {name}: pass sparse=False"
         if is_compiled(part):
-            problem = f"is compiled in {name or 'its whole'}, past its layers: leave that out"
+            problem = (
+                f"is compiled in {name or 'its whole'}, including its layers: do not compile it"
+            )
     if _SHARDS not in vars(module) and any(isinstance(p, DTensor) for p in module.parameters()):
         problem = (
             "has layers that are split already: give it a tp_plan, by which each stage splits its "

@@ -237,15 +237,15 @@ class StageLayers:
         layers, given = self.plan.layers, _first_tensor([args, kwargs])
         if not current.inside:
             raise RuntimeError(
-                f"{layers[index]} was called outside of the forward of a module that contains all "
-                "layers, so that no stage knows where the model begins and ends: call the layers "
+                f"{layers[index]} was called outside of the forward of a module that contains "
+                "all layers, so no stage knows where the model begins and ends: call the layers "
                 "in that module's forward."
             )
         if (current.trains or current.stage is None) and not torch.is_grad_enabled():
             raise RuntimeError(
-                f"{layers[index]} runs without gradients in training_step, so that no stage "
-                "before it could be trained. Activation checkpointing does so if it is reentrant: "
-                "pass use_reentrant=False."
+                f"{layers[index]} runs without gradients in training_step, so the stages before "
+                "it could not be trained. Reentrant activation checkpointing does this: pass "
+                "use_reentrant=False."
             )
         if index in self.plan.starts[1:] and given is not current.latest:
             raise RuntimeError(
@@ -304,10 +304,10 @@ class StageLayers:
         if found != current.sends or isinstance(current.output, DTensor):
             kind = "a DTensor, not" if isinstance(current.output, DTensor) else "whereas"
             raise RuntimeError(
-                f"Stage {current.stage} returned {found}, {kind} {current.sends}, which was found "
-                "from the shapes of the batch: what goes from stage to stage must not depend on "
-                "values, and where layers are split it must be whole (cut the model elsewhere with "
-                "pp_split, or end a stage with a row-wise layer)."
+                f"Stage {current.stage} returned {found}, {kind} {current.sends}, which was "
+                "derived from the shapes of the batch. Activations passed between stages must "
+                "not depend on values, and must be whole tensors where layers are split (cut the "
+                "model elsewhere with pp_split, or end a stage with a row-wise layer)."
             )
 
     def _run_beside(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -360,9 +360,9 @@ class StageLayers:
             last = self.plan.layers[self.plan.range_of(current.stage)[-1]]
             what = "did not run" if output is None else f"returned a tensor of {output.dtype}"
             raise RuntimeError(
-                f"{last}, the last layer of stage {current.stage}, {what}, but it must return what "
-                "the next layer gets, a tensor of floating point numbers (or a tuple that begins "
-                "with it). Its layers run in the order of their names; see pp_split."
+                f"{last}, the last layer of stage {current.stage}, {what}, but it must return "
+                "the input of the next layer, a floating point tensor (or a tuple that begins "
+                "with one). Its layers run in the order of their names; see pp_split."
             )
         return output
 
@@ -399,10 +399,10 @@ def check_known(args: Any, kwargs: Any, layer: str) -> None:
     """
     if any(isinstance(value, Absent) for value in leaves([args, kwargs])):
         raise RuntimeError(
-            f"{layer} needs a value that another stage of the pipeline has, besides what the layer "
-            "before it returns. Only that goes from stage to stage: let the stages begin elsewhere "
-            "(pp_split), or compute the value from the batch. Caches of keys and values cannot be "
-            "used (use_cache=False)."
+            f"{layer} needs a value from another stage of the pipeline besides the output of the "
+            "layer before it, and only that output is passed between stages: let the stages "
+            "begin elsewhere (pp_split), or compute the value from the batch. Caches of keys and "
+            "values cannot be used (use_cache=False)."
         )
 
 

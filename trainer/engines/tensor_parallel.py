@@ -167,9 +167,9 @@ def _split(
             parallelize_module(layer, mesh, style)
     except NotImplementedError as error:
         raise ValueError(
-            f"tp_plan splits {name}, a {type(layer).__name__}, with {type(style).__name__}, which "
-            "splits nn.Linear and nn.Embedding alone. Leave it out, which keeps it whole, or give "
-            "it a ParallelStyle of your own."
+            f"tp_plan splits {name}, a {type(layer).__name__}, with {type(style).__name__}, "
+            "which splits only nn.Linear and nn.Embedding. Leave it out to keep it whole, or use "
+            "a custom ParallelStyle."
         ) from error
 
 

@@ -25,8 +25,8 @@ class XLADevice(SingleDevice):
         compiler = options.dynamo_plugin
         if compiler is not None and compiler.backend != DynamoBackend.NO and not compiler.disable:
             raise ValueError(
-                f"dynamo_backend is {str(compiler.backend).lower()!r}, but an XLA device compiles "
-                "each graph of operations by itself: leave it out."
+                f"dynamo_backend is {str(compiler.backend).lower()!r}, but an XLA device already "
+                "compiles each graph of operations: leave it out."
             )
 
     def prepare_module(
@@ -76,7 +76,7 @@ class XLAReplicas(XLADevice, Replicas):
         if refused := [name for name, given in asked.items() if given]:
             raise NotImplementedError(
                 f"{' and '.join(refused)} cannot be used on {options.device}, where each process "
-                "has the whole model and its gradients are averaged as they are: leave it out."
+                "has the whole model and gradients are averaged uncompressed: leave it out."
             )
         self._in_backward = in_backward
         self.gradients.average = average_gradients

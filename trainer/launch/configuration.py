@@ -51,7 +51,7 @@ _TPU = "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_
 _UNUSED = {
     **dict.fromkeys([*_TPU.split(), "commands", "command_file"], STARTED_ON_EACH),
     "mpirun_config": "to start processes with MPI, run `mpirun -np 4 trainer launch script.py`",
-    "ipex_config": "its functions are part of torch now",
+    "ipex_config": "its functions are now part of torch",
 }
 _SILENT = ("main_training_function", "same_network")  # no effect either, but in every file
 _OFF: tuple[Any, ...] = (None, False, "no", "NO", "", [], {})
@@ -412,7 +412,7 @@ def write_basic_config(
         raise ValueError(f"save_location is {str(place)!r}; it must end in {', '.join(SUFFIXES)}.")
     precision = PrecisionType.parse(mixed_precision.lower(), "mixed_precision")
     if place.exists():
-        echo(f"{place} exists and is not changed; `trainer config` changes it.")
+        echo(f"{place} already exists and was not changed; use `trainer config` to change it.")
         return False
     write_file(place, replace(machine_configuration(), mixed_precision=precision))
     return place

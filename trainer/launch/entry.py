@@ -100,7 +100,7 @@ def end_with_the_launcher(launcher: int, patience: int = SHUTDOWN_TIMEOUT) -> No
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
         if os.getppid() != launcher:
-            sys.exit("The process that started this one has gone.")
+            sys.exit("The parent process has exited.")
     threading.Thread(target=_outlive, args=(launcher, patience), daemon=True).start()
 
 

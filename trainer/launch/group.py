@@ -386,7 +386,7 @@ def _not_met(group: Group, error: BaseException | None) -> str:
     if isinstance(error, RendezvousConnectionError):
         error = error.__cause__  # it says no more than that there is one
     reason = str(error).rstrip(".")
-    return f"the launchers did not meet at {group.endpoint}: {reason}. {_where(group)}"
+    return f"the rendezvous of the launchers at {group.endpoint} failed: {reason}. {_where(group)}"
 
 
 def _where(group: Group) -> str:

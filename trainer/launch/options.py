@@ -24,7 +24,7 @@ from trainer.launch.settings import (
 )
 
 _TPU = f"{STARTED_ON_EACH}, such as by gcloud compute tpus tpu-vm ssh NAME --worker=all"
-_SAGEMAKER = "Amazon SageMaker has a launcher of its own, which starts processes as torchrun does"
+_SAGEMAKER = "use Amazon SageMaker's launcher, which starts processes like torchrun"
 # Options of the documented API that are not supported, and why.
 REFUSED = {
     **dict.fromkeys(["tpu_cluster", "tpu_use_sudo", "vm", "env"], _TPU),
@@ -80,7 +80,7 @@ def _processes(parser: argparse.ArgumentParser) -> None:
     what = "processes on this machine, instead of --num_processes"
     _add(group, "--nproc_per_node", type=count, metavar="N", help=what)
     _add(group, "--cpu", help="use the CPU even if there is an accelerator")
-    _add(group, "--multi_gpu", help="use every accelerator of this machine, whatever the file says")
+    _add(group, "--multi_gpu", help="use every accelerator of this machine, overriding the file")
     _add(group, "--tpu", help="use the TPU (PJRT_DEVICE), by default a process for each chip")
     _add(group, "--gpu_ids", metavar="IDS", help="the devices to use: 0,1 or all")
     kinds = group.add_mutually_exclusive_group()
@@ -131,7 +131,7 @@ def _add_settings(group: argparse._ActionsContainer, settings: Mapping[str, Sett
 
 
 def _fp8(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("8 bits, with --mixed_precision fp8")
+    group = parser.add_argument_group("options of --mixed_precision fp8")
     _add_settings(group, FP8)
 
 
@@ -154,14 +154,32 @@ def _machines(parser: argparse.ArgumentParser) -> None:
     _add(group, "--num_machines", type=count, metavar="N", help="number of machines")
     what = "range of the number of machines, with --nproc_per_node and --rdzv_endpoint"
     _add(group, "--nnodes", type=_nodes, metavar="MIN:MAX", help=what)
-    _add(group, "--machine_rank", "--node_rank", type=int, metavar="N", help="this machine, from 0")
+    _add(
+        group,
+        "--machine_rank",
+        "--node_rank",
+        type=int,
+        metavar="N",
+        help="rank of this machine, from 0",
+    )
     _add(group, "--main_process_ip", "--master_addr", metavar="HOST", help="address of machine 0")
     what = "port of machine 0; 0 finds a free one"
     _add(group, "--main_process_port", "--master_port", type=int, metavar="PORT", help=what)
-    _add(group, "--max_restarts", type=int, metavar="N", help="restart all after up to N failures")
+    _add(
+        group,
+        "--max_restarts",
+        type=int,
+        metavar="N",
+        help="restart all processes after up to N failures",
+    )
     _add(group, "--monitor_interval", type=float, metavar="SECONDS", help="time between checks")
     _add(group, "--rdzv_backend", choices=("static", "c10d"), help="how machines meet")
-    _add(group, "--rdzv_endpoint", metavar="HOST[:PORT]", help="where they meet, for c10d")
+    _add(
+        group,
+        "--rdzv_endpoint",
+        metavar="HOST[:PORT]",
+        help="rendezvous address of the launchers, for c10d",
+    )
     _add(group, "--rdzv_id", metavar="NAME", help="name of the job, the same on all machines")
     _add(group, "--rdzv_conf", metavar="KEY=VALUE,…", help="more settings, such as timeout=600")
     what = "how long processes may save after a signal (default 300)"
@@ -176,7 +194,7 @@ def _machines(parser: argparse.ArgumentParser) -> None:
 def _output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     _add(group, "--log_dir", metavar="DIR", help="write each process's output to files in it")
-    what = "write it to the terminal too: 1 is stdout, 2 stderr, 3 both"
+    what = "also write the output to the terminal: 1 is stdout, 2 stderr, 3 both"
     _add(group, "--tee", "-t", choices="0123", help=what)
     what = "no notes about the configuration file"
     group.add_argument("-q", "--quiet", action="store_true", help=what)

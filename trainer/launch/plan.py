@@ -141,9 +141,9 @@ def _check(arguments: argparse.Namespace) -> None:
             "one: pass one of them."
         )
     elif arguments.tee not in (None, "0") and not arguments.log_dir:
-        problem = "--tee belongs to --log_dir, which is not given."
+        problem = "--tee needs --log_dir."
     elif arguments.sbatch and not arguments.slurm:
-        problem = "--sbatch belongs to --slurm, which is not given."
+        problem = "--sbatch needs --slurm."
     elif arguments.slurm and (arguments.nnodes or arguments.max_restarts):
         problem = (
             "--slurm takes --num_machines instead of --nnodes, and no --max_restarts: SLURM itself "
@@ -227,9 +227,7 @@ def _take_sharding(
         names = [*settings, *(LAUNCHER if key == "deepspeed_config" else ())]
         chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}
         if chosen and key not in from_file and not getattr(arguments, asks):
-            raise argparse.ArgumentTypeError(
-                f"--{next(iter(chosen))} belongs to --{asks}, which is not given."
-            )
+            raise argparse.ArgumentTypeError(f"--{next(iter(chosen))} needs --{asks}.")
         if chosen or getattr(arguments, asks):
             from_command_line[key] = {**from_file.get(key, {}), **chosen}
 
@@ -254,8 +252,8 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
     if not here:
         if machines[1] > 1 and not (configuration.main_process_ip or arguments.rdzv_endpoint):
             raise argparse.ArgumentTypeError(
-                f"{machines[1]} machines must know where to meet: pass --main_process_ip HOST, the "
-                "name or address of machine 0."
+                f"{machines[1]} machines need a rendezvous address: pass --main_process_ip HOST, "
+                "the name or address of machine 0."
             )
         if processes > 1 and environment.read("OMP_NUM_THREADS") is None:
             # Otherwise each would start as many threads as there are cores.

@@ -52,7 +52,7 @@ def write_call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
     except _OfThisProcessError as error:
         raise ValueError(
             f"{name} uses {error}. It cannot be used in other processes: create it inside the "
-            "function, so that each process has its own."
+            "function, so that each process creates one."
         ) from None
     except Exception as error:  # noqa: BLE001  # pickling may raise anything
         raise ValueError(

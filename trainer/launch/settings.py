@@ -108,14 +108,14 @@ def settings_of_deepspeed(settings: Mapping[str, Any] | None) -> dict[str, Any] 
     for name in kept.keys() & LAUNCHER.keys():
         if (value := kept.pop(name)) not in LAUNCHER[name]:
             raise ValueError(
-                f"{name} is {value!r}, of DeepSpeed's own launcher, which is not used: remove it, "
-                "and run trainer launch on each machine, with --machine_rank and "
+                f"{name} is {value!r}, for DeepSpeed's launcher, which Cadence does not use: "
+                "remove it, and run trainer launch on each machine, with --machine_rank and "
                 "--main_process_ip, or with --slurm."
             )
     if "deepspeed_config_file" in kept and (beside := [n for n in _IN_FILE if n in kept]):
         raise ValueError(
-            f"{', '.join(beside)} cannot be set beside deepspeed_config_file, which says the same: "
-            "write it there, or leave the file out."
+            f"{', '.join(beside)} cannot be combined with deepspeed_config_file: set it in that "
+            "file, or leave the file out."
         )
     return kept
 

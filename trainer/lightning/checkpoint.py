@@ -138,8 +138,8 @@ def _read(file: Path) -> dict[str, Any]:
     """
     if file.is_dir():
         raise CheckpointError(
-            f"{file} is a folder, of shards: `python -m lightning.pytorch.utilities."
-            f"consolidate_checkpoint {file}` makes one file of it."
+            f"{file} is a folder of shards: `python -m "
+            f"lightning.pytorch.utilities.consolidate_checkpoint {file}` makes one file of it."
         )
     try:
         saved = read_torch_file(file)
@@ -207,8 +207,9 @@ def _state(
     if counters.epoch_batches and not counters.epoch_complete:
         notes.append(
             f"It was saved inside an epoch, after {counters.epoch_batches} batches over all "
-            "processes. A loader without shuffling goes on there; a shuffled one has another order "
-            "here, in which samples are read twice or not at all."
+            "processes. A loader without shuffling continues at that position; a shuffled loader "
+            "has a different order in Cadence, so some samples are read twice and others not at "
+            "all."
         )
     extra = {name: value for name, value in saved.items() if name not in _OF_LIGHTNING}
     extra = _plain(extra, "what on_save_checkpoint added", notes)
@@ -254,7 +255,9 @@ def _callbacks(states: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
         if not hasattr(known_callbacks, key.partition("{")[0])
     }
     if others := sorted(states.keys() - own.keys()):
-        notes.append(f"Callbacks of Lightning begin anew: {', '.join(others)}.")
+        notes.append(
+            f"These Lightning callbacks start without their saved state: {', '.join(others)}."
+        )
     return _plain(own, "the state of the callback", notes)
 
 

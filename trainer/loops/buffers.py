@@ -89,9 +89,9 @@ class FrozenParameters:
             del self._known[name]
         if run.rank == 0 and not self._warned:
             logger.warning(
-                "Frozen parameters differ between the processes (%s): rank 0's are used from here "
-                "on. What moves them must run on all processes in each update: use "
-                "on_train_step_end, since a process without a batch calls no hook of a batch.",
+                "Frozen parameters differ between the processes (%s): rank 0's are used from "
+                "here on. Code that changes them must run on all processes in each update: use "
+                "on_train_step_end, because a process without a batch calls no batch hooks.",
                 ", ".join(differing[:3]) + (", …" if len(differing) > 3 else ""),
             )
         self._warned = True
@@ -203,7 +203,7 @@ def require_readable(run: FitRun) -> None:
     if not run.module.automatic_optimization:
         raise ValueError(
             "The statistics of batch normalisation cannot be recomputed in manual optimisation, "
-            "where training_step, which would have to run for them, makes updates. Call "
+            "because running training_step would make updates. Call "
             "torch.optim.swa_utils.update_bn instead."
         )
     if run.data.epoch_iterator.sampler is None:

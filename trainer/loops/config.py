@@ -59,7 +59,7 @@ class Length:
             low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             for name, number in ((f"min_{unit}", low), (f"max_{unit}", high)):
                 if number is not None:
-                    check_counts(0, "None for no such limit", **{name: number})
+                    check_counts(0, "None for no limit", **{name: number})
             if low is not None and high is not None and low > high:
                 raise ValueError(f"min_{unit} is {low}, above max_{unit}, {high}.")
 
@@ -156,12 +156,12 @@ def apply_limit(epoch_iterator: EpochIterator, name: str, limit: int | float | N
     total = epoch_iterator.num_batches
     if isinstance(limit, float) and total is None:
         raise ValueError(
-            f"{name} is {limit}, but the loader has no length to take a fraction of; give an int."
+            f"{name} is {limit}, but a fraction needs a loader with a length; pass an int."
         )
     epoch_iterator.limit = limit
     if total and limit and epoch_iterator.num_batches == 0:
         raise ValueError(
-            f"{name} is {limit}, which of {total} batches leaves none; give at least "
+            f"{name} is {limit}, which of {total} batches selects none; pass at least "
             f"{1 / total:.3g}, or an int."
         )
 
@@ -184,8 +184,8 @@ def require_length(epoch_iterator: EpochIterator, **intervals: Interval | str | 
             and epoch_iterator.num_global_batches is None
         ):
             raise ValueError(
-                f"{name} is {interval}, but the loader has no length to take a fraction of; give "
-                "steps, items, a time, or whole epochs."
+                f"{name} is {interval}, but a fraction of an epoch needs a loader with a length; "
+                "pass steps, items, a time, or whole epochs."
             )
 
 
@@ -429,7 +429,7 @@ def accelerator_for_trainer(
         ready.precision.dtype = dtype
     elif said := [name for name, value in {"dtype": dtype, **options}.items() if value]:
         raise ValueError(
-            f"Pass accelerator, or {', '.join(said)} for the Trainer to make one, not both."
+            f"Pass accelerator, or {', '.join(said)} for the Trainer to create one, not both."
         )
     else:
         _check_loop_options(ready)
@@ -437,9 +437,9 @@ def accelerator_for_trainer(
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name):
             raise ValueError(
-                f"{name}=True cannot be used with the Trainer, which distributes whole batches and "
-                "reads on every process. Leave it out; to keep the total batch size of all "
-                "processes, divide the loader's by their number."
+                f"{name}=True cannot be used with the Trainer, which distributes whole batches "
+                "and reads on every process. Leave it out; to keep the total batch size, divide "
+                "the loader's batch size by the number of processes."
             )
     return ready
 
@@ -499,9 +499,9 @@ def project_dir_of(
     check_type("project_config", config, ProjectConfiguration)
     if config.total_limit:
         raise ValueError(
-            f"ProjectConfiguration(total_limit={config.total_limit!r}) concerns the Accelerator's "
-            "save_state, which the Trainer does not use; pass callbacks=[ModelCheckpoint("
-            "save_last=…)]."
+            f"ProjectConfiguration(total_limit={config.total_limit!r}) applies to the "
+            "Accelerator's save_state, which the Trainer does not use; pass "
+            "callbacks=[ModelCheckpoint(save_last=…)]."
         )
     if config.logging_dir != config.project_dir:
         raise ValueError(
@@ -561,15 +561,15 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(
-                f"callbacks holds {callback!r} of type {type(callback).__name__}; every one must "
-                "be an instance of callbacks.Callback."
+                f"callbacks contains {callback!r} of type {type(callback).__name__}; every item "
+                "must be an instance of callbacks.Callback."
             )
     keys = [one.state_key for one in callbacks if is_overridden(one, "state_dict", Callback)]
     for key in keys:
         if keys.count(key) > 1:
             raise ValueError(
-                f"Two callbacks have the state_key {key!r}, so that a checkpoint could not tell "
-                "them apart; override the property in one of them."
+                f"Two callbacks have the state_key {key!r}, so their states in a checkpoint "
+                "would be mixed up; override state_key in one of them."
             )
 
 

@@ -70,7 +70,7 @@ def take_datamodule(argument: str, loaders: Any, datamodule: Any) -> tuple[Any, 
     if not isinstance(loaders, DataModule):
         return loaders, datamodule
     if datamodule is not None:
-        raise ValueError(f"{argument} and datamodule are both a datamodule; pass one of them.")
+        raise ValueError(f"{argument} and datamodule are both data modules; pass one of them.")
     return None, loaders
 
 
@@ -92,7 +92,7 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
     if not loaders:
         owners = [(datamodule, DataModule), (module, TrainModule)]
         gave_none = [type(one).__name__ for one, base in owners if is_overridden(one, hook, base)]
-        why = f"{hook} of {' and of '.join(gave_none)} returned none. " if gave_none else ""
+        why = f"{hook} of {' and of '.join(gave_none)} returned None. " if gave_none else ""
         raise ValueError(
             f"{stage} has no data. {why}Return a loader from {hook}, or pass {argument} or a "
             "datamodule."
@@ -212,15 +212,15 @@ def check_same_data(epoch_iterator: EpochIterator, which: str) -> None:
     if any(length != lengths[0] for length in lengths):
         raise ValueError(
             f"The {which} has a different number of batches on each process: "
-            f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(lengths))}. Give every process the "
-            "same dataset, batch size and length of sampler; the Trainer shards the data."
+            f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(lengths))}. Give every process "
+            "the same dataset, batch size and sampler length; the Trainer shards the data."
         )
     if differing := [str(rank) for rank, (_, mark) in enumerate(found) if mark != found[0][1]]:
         raise ValueError(
-            f"The dataset of the {which} has other samples on rank {', '.join(differing)} than on "
-            "rank 0. Give every process the whole dataset, of which the Trainer gives each its "
-            "share: leave out split_dataset_by_node and shard, and give random_split a generator "
-            "with a fixed seed."
+            f"The dataset of the {which} has different samples on rank {', '.join(differing)} "
+            "than on rank 0. Give every process the whole dataset, and the Trainer shards it: "
+            "leave out split_dataset_by_node and shard, and give random_split a generator with a "
+            "fixed seed."
         )
 
 
@@ -434,9 +434,9 @@ class FitLoaders:
             loaders, val_loaders = self._call(origin)
             if val_iterators and not val_loaders:
                 raise ValueError(
-                    f"val_dataloader returned nothing in epoch {counters.epoch}, so validations "
-                    "that are due could not run. Return loaders in every epoch; val_every says how "
-                    "often to validate."
+                    f"val_dataloader returned nothing in epoch {counters.epoch}, so a validation "
+                    "that was due could not run. Return loaders in every epoch; set val_every to "
+                    "validate less often."
                 )
             return loaders, val_loaders
 

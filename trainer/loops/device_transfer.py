@@ -340,8 +340,8 @@ def _valid_items(items: Any) -> float:
 HOOK_OF_BATCH = "a hook of a batch"
 ALL_COME = "training_step or on_train_step_end"  # what all ranks call
 WITHOUT_ITEMS = (
-    "is called in a hook of the backward pass, which a process whose batch has no items (see "
-    f"count_items) does not call. Call it in {ALL_COME}."
+    "is called in a hook of the backward pass, which does not run on a process whose batch has "
+    f"no items (see count_items). Call it in {ALL_COME}."
 )
 
 
@@ -356,17 +356,16 @@ def missing_batch_error(
         where: The user's code that runs on the batch, such as "a hook of a batch".
         instead: A hook that all ranks call, where a collective is allowed.
     """
-    fit = f"a multiple of {epoch_iterator.world_size} that the data have"
+    fit = f"a multiple of {epoch_iterator.world_size} within the data"
     if epoch_iterator.limited_by == "fast_dev_run":  # it limits the batches of each rank
-        fit = "no more batches than the data have for each process"
+        fit = "at most the number of batches of each process"
     lacking = "rank " + ", ".join(map(str, range(batches, epoch_iterator.world_size)))
     if epoch_iterator.presharded:  # any rank may be among them
         lacking = f"{epoch_iterator.world_size - batches} of {epoch_iterator.world_size} ranks"
     return (
-        f"is called in {where}, but {lacking} has no batch at this point and does not call "
-        "it: the batches do not divide evenly among the processes. Set "
-        f"{epoch_iterator.limited_by} to {fit}, or call it where all processes come, such as "
-        f"{instead}."
+        f"is called in {where}, but {lacking} has no batch at this point and does not call it: "
+        f"the batches do not divide evenly among the processes. Set {epoch_iterator.limited_by} "
+        f"to {fit}, or call it where all processes are, such as {instead}."
     )
 
 

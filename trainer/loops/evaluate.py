@@ -26,9 +26,9 @@ from trainer.tree import detach
 VALIDATION, TEST, PREDICT = "validation", "test", "predict"
 
 ENDED_EARLY = (
-    "A map-style dataset that raises StopIteration ends the epoch on its process only. Return the "
-    "number of samples from __len__, or make it an IterableDataset, which ends on all processes "
-    "alike."
+    "A map-style dataset that raises StopIteration ends the epoch only on its process. Return "
+    "the number of samples from __len__, or make it an IterableDataset, which ends on all "
+    "processes alike."
 )
 
 

@@ -163,8 +163,8 @@ def restore_rng(run: FitRun) -> None:
         missing = run.saving.generators.restore()
     if missing:
         logger.warning(
-            "%s had random generators when the checkpoint was saved (%s) that it does not have "
-            "now; those that it creates later start with new states. Create them in __init__ or "
+            "%s had random generators when the checkpoint was saved (%s) that no longer exist; "
+            "generators created later start with new states. Create them in __init__ or "
             "configure_model.",
             type(run.module).__name__,
             ", ".join(missing),
@@ -311,8 +311,9 @@ def check_data_ends_together(run: FitRun) -> None:
         where += f", on rank {latest.ended_ranks},"
     if stream:
         raise ValueError(
-            f"In epoch {epoch} the training stream ended on {where} before the others. Each reads "
-            "the whole stream and keeps its own batches: give all the same stream, not a part each."
+            f"In epoch {epoch} the training stream ended on {where} before the others. Each "
+            "process reads the whole stream and keeps its share of the batches: give all "
+            "processes the same stream, not a part each."
         )
     raise ValueError(
         f"In epoch {epoch} the training data ended on {where} before all batches of the epoch "

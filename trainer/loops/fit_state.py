@@ -404,8 +404,9 @@ def _state_from_hooks(
         # Of whole weights only the writer's count; rank_zero_only may stand above a hook.
         if run.engine.parallel.divides_state and any(each != names[0] for each in names):
             raise CheckpointError(
-                f"Saving {target} failed: on_save_checkpoint left other names in "
-                'checkpoint["state_dict"] on some processes. Make the same changes on all.'
+                f"Saving {target} failed: on_save_checkpoint left different names in "
+                'checkpoint["state_dict"] on some processes. Make the same changes on all '
+                "processes."
             )
     return extra, edited
 
@@ -472,9 +473,9 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         check_space(folder, now)
         if masked := to_manifest(run.module).get("masked"):
             logger.warning(
-                "Checkpoints do not hold the secrets among the arguments of %s: %s. "
-                "load_from_checkpoint asks for them; trackers.name_secrets(…, secret=False) tells "
-                "that a name is none of a secret.",
+                "Checkpoints do not hold the secrets among the arguments of %s: %s. Pass them to "
+                "load_from_checkpoint. If a name is not a secret, call trackers.name_secrets(…, "
+                "secret=False).",
                 type(run.module).__name__,
                 ", ".join(masked),
             )
@@ -509,8 +510,8 @@ def save_weights_alone(run: FitRun, target: Path) -> Path:
     """
     if any(hasattr(each, "ds_id") for each in run.module.parameters()):
         raise CheckpointError(
-            f"{target} is not written: stage 3 of DeepSpeed has left the weights in parts, which "
-            "one process cannot gather after an error."
+            f"{target} is not written: stage 3 of DeepSpeed has partitioned the weights, and one "
+            "process cannot gather them after an error."
         )
     # Of weights that are divided, the module's own are all that one process can reach.
     parts = None if run.engine.parallel.divides_state else run.engine.weights.parts(run.module)
@@ -630,8 +631,8 @@ def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
     path = reader.path
     if reader.manifest.get("weights_only"):
         raise CheckpointError(
-            f"{path} holds only weights, from which no run can resume. Start a new run with them: "
-            "pass its path as ckpt_path, in another project_dir."
+            f"{path} holds only weights, so no run can resume from it. To start a new run with "
+            "these weights, pass its path as ckpt_path, with another project_dir."
         )
     state, record = reader.tree(TRAINER), reader.tree(RECORD)
     # Each process needs a share of what whole files hold.
@@ -654,8 +655,8 @@ def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
     if not trained <= set(map(id, run.module.parameters())):
         raise CheckpointError(
             f"on_load_checkpoint of {type(run.module).__name__} has replaced parameters that are "
-            "trained, but the optimizers have the old ones: create them in __init__ or "
-            "configure_model. Buffers and frozen parameters may be replaced."
+            "trained, but the optimizers hold the old parameters: create parameters in __init__ "
+            "or configure_model. Buffers and frozen parameters may be replaced."
         )
     strict = run.module._resumes_strictly
     load = partial(load_into, run.module, strict=strict, engine_weights=run.engine.weights)

@@ -127,7 +127,9 @@ def one_module(stage: str, module: Any, model: Any) -> TrainModule:
         TypeError: It was given by both.
     """
     if module is not None and model is not None:
-        raise TypeError(f"{stage} was given module= and model=, which mean the same: pass one.")
+        raise TypeError(
+            f"{stage} got both module= and model=, which have the same meaning: pass one."
+        )
     chosen: TrainModule = module if model is None else model
     check_is_module(chosen, stage)
     return chosen
@@ -414,8 +416,8 @@ def _drop_repeated(
             callbacks[:] = [one for one in callbacks if one is not callback]
             if PartialState().is_main_process:
                 logger.warning(
-                    "setup has added another %s (%s) for %s: the one that it added for an earlier "
-                    "stage is used. Add it in one stage only, if stage == 'fit'.",
+                    "setup added another %s (%s) for %s; the first one, added for an earlier "
+                    "stage, is used. Add it in one stage only, as in if stage == 'fit'.",
                     type(callback).__name__,
                     callback.state_key,
                     stage,

@@ -62,8 +62,8 @@ def warn_of_dropout_off(module: nn.Module) -> None:
     outermost = [name for name in parts if name.rpartition(".")[0] not in parts]
     if outermost:
         logger.warning(
-            "%s is in evaluation mode, so its dropout is off while it is trained (from_pretrained "
-            "returns models so). Call its train() before fit, or freeze its parameters.",
+            "%s is in evaluation mode, so its dropout is off during training (from_pretrained "
+            "returns models in this mode). Call its train() before fit, or freeze its parameters.",
             ", ".join(outermost),
         )
 
@@ -111,8 +111,8 @@ class ModuleState:
                 parameter.requires_grad = name not in frozen  # an assignment: it may be lazy
         elif self._warns and (others := set(begun["frozen"]) ^ set(now["frozen"])):
             logger.warning(
-                "The script freezes different parameters than when the checkpoint was saved, and "
-                "its choice is kept: %s.",
+                "The script freezes different parameters than when the checkpoint was saved; the "
+                "script's choice is used: %s.",
                 ", ".join(sorted(others)),
             )
         # At a save the root module is in training mode, unless user code has called eval() on it.

@@ -96,10 +96,10 @@ class OptimizerStates:
         _check_number("optimizers", names, state["optimizer"])
         if saved is not None and names != saved:  # unknown in a checkpoint of another library
             raise CheckpointError(
-                "it holds the state of the optimizers "
-                f"{', '.join(map(repr, saved))}, but configure_optimizers returned "
-                f"{', '.join(map(repr, names))}. Return the same in that order; an optimizer is "
-                "named by the 'name' beside it, else by its class."
+                f"it holds the state of the optimizers {', '.join(map(repr, saved))}, but "
+                f"configure_optimizers returned {', '.join(map(repr, names))}. Return the same "
+                "optimizers in that order; an optimizer's name is the 'name' in its dict, by "
+                "default its class."
             )
 
 

@@ -238,8 +238,8 @@ class PredictionFiles:
         except FileNotFoundError as error:
             raise ValueError(
                 f"{error.filename} does not exist: the processes do not share the folder "
-                f"{self.folder}. Give one that they all see, or write each batch to its own file "
-                "with write_interval='batch'."
+                f"{self.folder}. Pass a folder that all processes share, or write each batch to "
+                "its own file with write_interval='batch'."
             ) from error
 
 
@@ -260,7 +260,7 @@ def columns_of(prediction: Any, batch_number: int) -> tuple[dict[str, Tensor], P
     for name, value in _leaves(prediction, ""):
         what = f"{name!r} of the prediction for batch {batch_number}"
         if name in tensors or name in plain:
-            raise ValueError(f"{what} occurs twice; rename one of the two.")
+            raise ValueError(f"{what} occurs twice; rename one of them.")
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
             value = torch.from_numpy(value.copy())  # a copy is writable, which torch requires
         if isinstance(value, Tensor):

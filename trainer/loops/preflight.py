@@ -112,18 +112,19 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
         if callback.requires_unsharded and engine.parallel.divides_state:
             raise ValueError(
                 f"{type(callback).__name__} cannot be used with a sharded model: it needs the "
-                "whole weights on each process, which has only its part of them. Leave it out (of "
-                "ModelCheckpoint, on_exception=True: the last checkpoint is there to resume from)."
+                "whole weights on each process, but each process has only its shard. Leave it "
+                "out (with ModelCheckpoint, leave out on_exception=True and resume from the last "
+                "checkpoint)."
             )
         if engine.parallel.is_model_parallel and isinstance(callback, GradientNormMonitor):
             raise ValueError(
-                f"GradientNormMonitor reads the gradient of each parameter, but the processes of "
-                f"{kind} have other layers, or parts of them: leave it out."
+                "GradientNormMonitor reads the gradient of each parameter, but the processes of "
+                f"{kind} have different layers or parts of layers: leave it out."
             )
         if engine.driver is not None and is_overridden(callback, "weights_to_save", Callback):
             raise ValueError(
-                f"{type(callback).__name__} puts averaged weights in the place of the trained "
-                f"ones, which {kind} keeps to itself, in parts: leave it out, or train without its "
+                f"{type(callback).__name__} replaces the trained weights by averaged ones, but "
+                f"{kind} keeps its own partitioned weights: leave it out, or train without that "
                 "plugin."
             )
 
@@ -139,8 +140,9 @@ def check_overrides(engine: Engine, module: TrainModule, hooks: HookTable) -> No
         kind = engine.parallel.distributed_type
         asks = "pp_size" if kind is None else f"the plugin (--use_{kind.value.lower()})"
         raise NotImplementedError(
-            f"{type(module).__name__} overrides {', '.join(sorted(overrides))}, but the step of "
-            f"{_kind_of(engine)} reduces, clips and updates at once: leave them out, or {asks}."
+            f"{type(module).__name__} overrides {', '.join(sorted(overrides))}, but "
+            f"{_kind_of(engine)} reduces, clips and updates in one step: leave them out, or "
+            f"{asks}."
         )
 
 
@@ -302,7 +304,7 @@ def warn_of_no_validation(run: FitRun) -> None:
     else:
         return
     logger.warning(
-        "No validation will run: %s. limit_val_batches=0 says that none is wanted.", text
+        "No validation will run: %s. To disable validation, pass limit_val_batches=0.", text
     )
 
 
@@ -394,8 +396,8 @@ def warn_of_shared_names(run: FitRun) -> None:
     for name in sorted({name for _, name in monitors_of(run) if name in trained}):
         if name in run.recorder.validated and run.context.warns:
             logger.warning(
-                "training and validation both log %r: monitors of it take the validation's value. "
-                "Different names would also keep the two apart in records and trackers.",
+                "training and validation both log %r: monitors use the value of the validation. "
+                "Use different names to separate the two in records and trackers.",
                 name,
             )
 
@@ -404,6 +406,6 @@ def warn_of_missed(run: FitRun) -> None:
     """Warn on rank 0 at the end of the fit if no validation was due, contrary to expectation."""
     if run.intervals.validates and run.counters.validations == 0 and run.rank == 0:
         logger.warning(
-            "The run is over, and no validation was due in it: val_every is %s.",
+            "The run ended before a validation was due: val_every is %s.",
             run.context.settings.val_every,
         )

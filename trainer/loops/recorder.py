@@ -342,7 +342,8 @@ def _wait_for(
     if late:
         logger.warning(
             "A save waited %g seconds for %s to write earlier values; later saves do not wait "
-            "until it has. If the run is killed, that curve may have a gap, but not metrics.jsonl.",
+            "for it. If the run is killed, that tracker may miss values; metrics.jsonl has all "
+            "of them.",
             _PATIENCE_FOR_CURVES,
             " and ".join(tracker.name for tracker in late),
         )

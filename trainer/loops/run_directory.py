@@ -192,8 +192,8 @@ class Project:
                     near = self.checkpoints if at == project else folder.parent
                     if near.resolve() not in warns and (holder := holder_of(near)):
                         raise ValueError(
-                            f"{near} is in use by {holder}. Wait until it ends, or give one of the "
-                            "runs another project_dir or dirpath."
+                            f"{near} is in use by {holder}. Wait until it ends, or give one of "
+                            "the runs a different project_dir or dirpath."
                         )
                 for at, folder in new.items():
                     warns[at] = stack.enter_context(alone_in(folder))

@@ -419,11 +419,11 @@ def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
     epoch, step = run.counters.epoch + 1, run.counters.global_step
     why = ""
     if context.length.reached(run.counters, run.seconds):
-        why = " Nothing is left to do: the length that the Trainer was given is reached."
+        why = " Nothing is left to do: the Trainer's max_epochs, max_steps or max_time is reached."
     elif run.stopping.decided():
         why = (
-            " Nothing is left to do: the run had decided to stop there. To train further, pass "
-            "the checkpoint's path as ckpt_path."
+            " Nothing is left to do: the run stopped there. To train further, pass the "
+            "checkpoint's path as ckpt_path."
         )
     context.accelerator.print(f"Resuming from {chosen} (epoch {epoch}, update {step}).{why}")
     return offset

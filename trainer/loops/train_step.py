@@ -287,9 +287,10 @@ def leave_batch_out(run: FitRun, micro_batch: GlobalBatch) -> None:
     if run.engine.driver is not None or shared or (manual and run.world_size > 1):
         mode = "manual optimisation" if manual else type(run.engine).__name__
         raise RuntimeError(
-            f"on_train_batch_start returned -1 on rank {run.rank} at batch {run.batch_idx}, which "
-            f"cannot end an epoch with {mode} on {run.world_size} processes: they would wait for "
-            "this one. Use Trainer(limit_train_batches=...), or trainer.should_stop to end the run."
+            f"on_train_batch_start returned -1 on rank {run.rank} at batch {run.batch_idx}, "
+            f"which cannot end an epoch with {mode} on {run.world_size} processes: the other "
+            "processes would wait for this one. Use Trainer(limit_train_batches=...), or "
+            "trainer.should_stop to end the run."
         )
 
 
@@ -303,8 +304,8 @@ def check_may_skip(run: FitRun) -> None:
     """
     if run.counters.epoch == run.counters.epoch_global_batches == 0:
         logger.warning(
-            "training_step of %s returned None for the first batch, which is skipped: return the "
-            "loss, unless that is meant.",
+            "training_step of %s returned None for the first batch, which is skipped. Return the "
+            "loss, unless this is intended.",
             type(run.module).__name__,
         )
     if run.engine.parallel.forward_is_collective or (

@@ -210,10 +210,11 @@ def _check_mergeable(path: str, metric: Any) -> None:
     for name, reduction in metric._reductions.items():
         if reduction is None and not isinstance(getattr(metric, name), list):
             raise CheckpointError(
-                f"The metric object {path!r}, a {type(metric).__name__}, cannot go on with another "
-                f"number of processes inside an epoch: its state {name!r} has no dist_reduce_fx by "
-                "which to merge those of the processes. Resume with as many as saved, or from a "
-                "checkpoint at the end of an epoch, or define its merge_state."
+                f"The metric object {path!r}, a {type(metric).__name__}, cannot resume inside an "
+                f"epoch with a different number of processes: its state {name!r} has no "
+                "dist_reduce_fx to merge the states of the processes. Resume with the same "
+                "number of processes, or from a checkpoint at the end of an epoch, or define its "
+                "merge_state."
             )
 
 

@@ -162,9 +162,9 @@ def _share_names(
             other_rank = next(r for r, (logged, *_) in enumerate(reports) if missing[0] in logged)
             raise MetricError(
                 f"Rank {rank} did not log {', '.join(repr(name) for name, _ in missing)} in "
-                f"{interval}, but rank {other_rank} did. Every rank that runs a batch must log the "
-                "same names with the same `reduce`: move the call out of the condition that only "
-                "some ranks meet."
+                f"{interval}, but rank {other_rank} did. Every rank that runs a batch must log "
+                "the same names with the same `reduce`: move the call out of the condition that "
+                "is true only on some ranks."
             )
     return union, set().union(*(names for *_, names in reports))
 

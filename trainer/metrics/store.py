@@ -277,8 +277,8 @@ class MetricStore:
             )
         if getattr(value, "update_count", 0) > self.outer_updates.get(id(value), math.inf):
             raise ValueError(
-                f"The metric object {_public_name(key)!r} holds values of training, which would "
-                "mix with those of the validation. Use one object for each phase."
+                f"The metric object {_public_name(key)!r} holds values of the training, which "
+                "would be mixed with those of the validation. Use one object for each phase."
             )
         if self.loader_suffix:
             _check_one_loader(key, value, cells.objects)

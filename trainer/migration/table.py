@@ -38,8 +38,8 @@ AS_LIGHTNING = (
     "library derives it from Lightning's"
 )
 SECOND_FIT = (
-    "each fit is a run of its own: make another Trainer for it, with a project_dir of its own, or "
-    "one with more epochs that goes on by ckpt_path='auto'"
+    "each fit is a separate run: create another Trainer for it, with a separate project_dir, or "
+    "one with more epochs that continues with ckpt_path='auto'"
 )
 SHARDED_BY_US = (
     f"{NOTHING}: loaders are sharded already. Give every process the same dataset and the same "
@@ -203,7 +203,7 @@ HUGGING_FACE_ARGUMENTS = _of(
     "ignore_data_skip": f"{NOTHING}: a resume reads and discards nothing",
     "label_smoothing_factor": f"label_smoothing of the loss in {_STEP}",
     "load_best_model_at_end": "validate or test(ckpt_path='best'), or load_from_checkpoint",
-    "local_rank": f"{NOTHING}: the launcher tells each process its own",
+    "local_rank": f"{NOTHING}: the launcher sets it for each process",
     "log_level": "logging.basicConfig(level=...)",
     "logging_dir": "project_dir",
     "logging_steps": "log_every",
@@ -331,7 +331,7 @@ HUGGING_FACE_ATTRIBUTES = _of(
 
 # -- names of Lightning ----------------------------------------------------------------------------
 
-_FABRIC = "use trainer.Accelerator, for a loop of your own"
+_FABRIC = "use trainer.Accelerator, for a custom loop"
 _PLUGIN = "pass precision=, strategy= or kwargs_handlers= to the Trainer"
 _DEVICE = "the device is selected automatically; accelerator='cpu' uses the CPU"
 _LOOPS = "the loop is read with the Trainer's attributes, and steered by hooks"

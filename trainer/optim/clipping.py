@@ -78,9 +78,9 @@ def clip_(
         if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
             raise
         raise ValueError(
-            "Sparse gradients, as of Embedding(sparse=True), cannot be clipped. Clip the others "
-            "alone: in a Trainer give their optimizer its own 'max_grad_norm' beside it in what "
-            "configure_optimizers returns; elsewhere pass only their parameters."
+            "Sparse gradients, as of Embedding(sparse=True), cannot be clipped. Clip only the "
+            "dense gradients: with a Trainer, put 'max_grad_norm' into the dict of their "
+            "optimizer in configure_optimizers; elsewhere pass only their parameters."
         ) from error
 
 
@@ -99,8 +99,7 @@ class Limits:
 
 NO_LIMITS = Limits()
 CLIP_IN_STEP = (
-    "In manual optimisation training_step does the clipping: call self.clip_gradients(optimizer, "
-    "...) there."
+    "In manual optimisation, clip in training_step: call self.clip_gradients(optimizer, ...)."
 )
 
 

@@ -148,8 +148,8 @@ class SchedulerEntry:
         if in_epochs is not None and unit != self.interval:
             raise ValueError(
                 f"{type(self.scheduler).__name__} has t_in_epochs={in_epochs}, and with "
-                f"'interval': {self.interval!r} would stay where it is: return {{'optimizer': …, "
-                f"'lr_scheduler': {{'scheduler': …, 'interval': {unit!r}}}}}."
+                f"'interval': {self.interval!r} would not change its learning rate: return "
+                f"{{'optimizer': …, 'lr_scheduler': {{'scheduler': …, 'interval': {unit!r}}}}}."
             )
 
     def step_to(self, number: int) -> Callable[[Any, float | None], Any] | None:
@@ -207,7 +207,7 @@ class SchedulerEntry:
                 vars(self)["_warned"] = True
                 logger.warning(
                     "The schedule %s does not advance while its monitor %r has not been logged; "
-                    "there are: %s.",
+                    "logged metrics: %s.",
                     self.name or type(self.scheduler).__name__,
                     self.monitor,
                     ", ".join(metrics) or "none",
@@ -233,10 +233,10 @@ class SchedulerEntry:
         schedule._step_count += 1
         if warns and schedule._step_count == schedule.total_steps + 2:
             logger.warning(
-                "The schedule %s was made for total_steps=%d, but the run goes on: its learning "
-                "rate stays where it ended. Make it for trainer.estimated_stepping_batches; after "
-                "a resume on fewer processes, raise gradient_accumulation_steps to keep the number "
-                "of updates.",
+                "The schedule %s was made for total_steps=%d, but the run continues: its "
+                "learning rate stays at the last value. Create it with "
+                "total_steps=trainer.estimated_stepping_batches; after a resume on fewer "
+                "processes, raise gradient_accumulation_steps to keep the number of updates.",
                 self.name or type(schedule).__name__,
                 schedule.total_steps,
             )
@@ -397,7 +397,7 @@ def _read_scheduler(part: Mapping[str, Any]) -> SchedulerEntry | None:
     options = {key: value for key, value in part.items() if key in _TICKS}
     if "lr_scheduler" in part:  # Lightning's key: a scheduler, or a dict of its options
         if "scheduler" in part:
-            raise ValueError("Give a scheduler as 'scheduler' or as 'lr_scheduler', not as both.")
+            raise ValueError("Pass a scheduler as 'scheduler' or as 'lr_scheduler', not both.")
         nested = part["lr_scheduler"]
         entry = nested if isinstance(nested, Mapping) else {"scheduler": nested}
         return _scheduler_entry({**options, **entry})

@@ -309,19 +309,19 @@ class FiniteGuard:
         bad = [(r, value) for r, value in enumerate(every) if value and not math.isfinite(value)]
         if not bad:
             return (
-                "" if loss is None else f" The last loss of rank {self._rank} was {float(loss):g}."
+                "" if loss is None else f" The last loss on rank {self._rank} was {float(loss):g}."
             )
-        said = [f"of rank {rank} was {value:g}" for rank, value in bad[:_SHOWN]]
+        said = [f"on rank {rank} was {value:g}" for rank, value in bad[:_SHOWN]]
         more = f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
         return f" The loss {', '.join(said)}{more}."
 
     def _report(self, step: int, losses: str, *, made: bool) -> str:
         parameters = list(self._named_parameters())
         if made:
-            what = "its weights, which no checkpoint holds, are lost"
+            what = "the update was made and its weights are lost"
             names = names_of_non_finite(parameters)
         else:
-            what = "it was not made"
+            what = "the update was not made"
             names = names_of_non_finite((name, p.grad) for name, p in parameters)
         shown = ", ".join(names[:_SHOWN]) + (
             f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)

@@ -72,9 +72,9 @@ class LossOfUpdate:
         """
         if self._called:
             raise RuntimeError(
-                "The closure of optimizer_step was called twice, but forward and backward run only "
-                "once for an update. For an optimizer that runs them again, such as LBFGS or SAM, "
-                "set automatic_optimization = False and do it in training_step."
+                "The closure of optimizer_step was called twice, but forward and backward run "
+                "only once for an update. For an optimizer that runs them again, such as LBFGS "
+                "or SAM, set automatic_optimization = False and step it in training_step."
             )
         self._called = True
         return self._loss
@@ -308,9 +308,8 @@ class AcceleratedOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError(
-                "step was called with a closure, which the library that makes the updates "
-                "(DeepSpeed, megatron-core) does not call: call backward, and then step() without "
-                "one."
+                "step was called with a closure, which DeepSpeed and megatron-core do not call: "
+                "call backward, then step() without a closure."
             )
         if self.before_step is not None:
             self.before_step(self)

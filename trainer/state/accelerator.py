@@ -102,8 +102,8 @@ class AcceleratorState(PartialState):
             return
         if not _from_accelerator:
             raise ValueError(
-                "AcceleratorState holds the settings of an `Accelerator`, and there is none yet. "
-                "Create one first: accelerator = Accelerator()."
+                "AcceleratorState holds the settings of an `Accelerator`, but no `Accelerator` "
+                "exists yet. Create one first: accelerator = Accelerator()."
             )
         if mixed_precision is None:
             named = environment.read("ACCELERATE_MIXED_PRECISION") or "no"

@@ -77,7 +77,8 @@ def check_not_xla() -> None:
         names = ", ".join(setting.partition("=")[0] for setting in harmful)
         raise NotImplementedError(
             f"{', '.join(harmful)}: torch_xla's devices are not supported. This process would "
-            f"train on {default_device().type}: unset {names} if that is meant, or pass cpu=True."
+            f"train on {default_device().type}: unset {names} if that is intended, or pass "
+            "cpu=True."
         )
 
 
@@ -197,8 +198,8 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):
             raise ValueError(
-                f"The backend {name!r} is not available in this build of torch. Leave it out: it "
-                "is chosen by the device."
+                f"The backend {name!r} is not available in this build of torch. Leave it out: "
+                "the device determines the backend."
             )
     if chosen.get("init_method") is None and chosen.get("store") is None:
         chosen |= _rendezvous(launch, chosen.get("timeout"))
@@ -251,7 +252,7 @@ def warn_of_old_kernel() -> None:
     if match is not None and tuple(map(int, match.groups())) < (5, 5):
         logger.warning(
             "The kernel of this machine is %s, below 5.5, on which the processes of a run may "
-            "hang. Use a newer one.",
+            "hang. Use a newer kernel.",
             platform.release(),
         )
 

@@ -76,8 +76,8 @@ class PartialState(Shared):
         if self.initialized:
             if cpu and self.device.type != "cpu":
                 raise ValueError(
-                    f"cpu=True was asked for, but this process already uses {self.device}. "
-                    "Restart it and pass cpu=True the first time."
+                    f"cpu=True was passed, but this process already uses {self.device}. Restart "
+                    "it and pass cpu=True the first time."
                 )
             return
         if environment.read_flag("ACCELERATE_USE_SAGEMAKER"):
@@ -276,8 +276,8 @@ class PartialState(Shared):
         self._require(name)
         if function is None:
             raise ValueError(
-                f"`{name}` was called without a function; write `@state.{name}` above one, without "
-                "parentheses."
+                f"`{name}` was called without a function; write `@state.{name}` above a "
+                "function, without parentheses."
             )
         return run_where(due, function)
 

@@ -375,9 +375,9 @@ def check_effective(effective: int, method: str, module: TrainModule, world_size
             f"processes, {world_size}."
         )
     if method != "fit":
-        raise ValueError(f"effective_batch_size is about updates, of which {method} makes none.")
+        raise ValueError(f"effective_batch_size applies to updates, and {method} makes none.")
     if not module.automatic_optimization:
         raise ValueError(
-            "effective_batch_size is kept by accumulation, which in manual optimisation is up to "
-            "training_step; leave it out."
+            "effective_batch_size is kept by accumulation, which training_step controls in "
+            "manual optimisation; leave it out."
         )

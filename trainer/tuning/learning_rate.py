@@ -163,8 +163,8 @@ class Sweep:
         check_choice("mode", self.mode, _MODES)
         if not 0 < self.min_lr < self.max_lr < math.inf:
             raise ValueError(
-                f"min_lr is {self.min_lr} and max_lr is {self.max_lr}; they must be positive, and "
-                "max_lr the larger."
+                f"min_lr is {self.min_lr} and max_lr is {self.max_lr}; they must be positive, "
+                "and max_lr must be larger than min_lr."
             )
         check_counts(2, num_training=self.num_training)
         object.__setattr__(self, "num_training", int(self.num_training))  # from 1e2
@@ -269,7 +269,7 @@ class RangeTest(Callback):
             loss = torch.stack([loss.reshape(()).double() for loss in self._backward]).sum()
         if not isinstance(loss, Tensor):
             raise ValueError(
-                "lr_find found no loss: training_step returned none and called no "
+                "lr_find found no loss: training_step returned None and did not call "
                 "manual_backward. Return the loss, or a dict with it under 'loss'."
             )
         trainer.metrics.log(_LOSS, loss.detach(), on_step=True, on_epoch=False)

@@ -173,9 +173,9 @@ def copy_for_trial(module: TrainModule, data: Any, shared: list[Any]) -> tuple[T
         module_copy = copy.deepcopy(module, memo)
     except Exception as error:
         raise TypeError(
-            f"A {type(module).__name__} cannot be copied, and trials run on a copy so that they "
-            f"leave no trace: {type(error).__name__}: {error}. Create what cannot be copied in "
-            "setup() or configure_model()."
+            f"A {type(module).__name__} cannot be copied, but trials run on a copy of the "
+            f"module: {type(error).__name__}: {error}. Create what cannot be copied in setup() "
+            "or configure_model()."
         ) from error
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, memo)

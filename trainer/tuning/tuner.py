@@ -250,8 +250,8 @@ class Tuner:
             set_attribute(owners, batch_arg_name, result.batch_size)
         elif owners and self.trainer.accelerator.is_main_process:
             logger.warning(
-                "The largest %s is %d, and the attribute is left as it is: pass update_attr=True "
-                "to set it.",
+                "The largest %s is %d, and the attribute is unchanged: pass update_attr=True to "
+                "set it.",
                 batch_arg_name,
                 result.batch_size,
             )

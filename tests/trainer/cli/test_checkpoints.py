@@ -462,7 +462,7 @@ def test_prune_leaves_what_is_not_ours_with_the_reason(report):
     gone = {path for path in before if not os.path.lexists(path)}
     assert gone == {path for path in before if ROOT / "step-00000005" in (path, *path.parents)}
     assert done["removed"] == ["step-00000005"]
-    unclear = "it is unknown which of its files are ours"
+    unclear = "it is unknown which of its files belong to the checkpoint"
     assert done["untouched"] == {
         "step-00000001": "it contains notes.txt, which is not part of the checkpoint",
         "step-00000002": unclear,
@@ -583,12 +583,12 @@ def test_a_failed_removal_is_reported_and_the_rest_goes(report, capsys, monkeypa
     [
         (["nowhere"], "nowhere does not exist"),
         (["file"], "file is a file"),
-        (["run", "--keep-last", "1"], "--keep-last belongs to --prune"),
-        (["run", "--dry-run"], "--dry-run belongs to --prune"),
+        (["run", "--keep-last", "1"], "--keep-last needs --prune"),
+        (["run", "--dry-run"], "--dry-run needs --prune"),
         (["run", "--prune", "--yes"], "--prune needs --keep-last N"),
         (["run", "--prune", "--keep-last", "0", "--yes"], "'0' must be a number of 1 or more"),
-        (["run", "--prune", "--keep-last", "1", "--keep-best", "x"], "go together"),
-        (["run", "--prune", "--keep-last", "1", "--mode", "min"], "go together"),
+        (["run", "--prune", "--keep-last", "1", "--keep-best", "x"], "must be passed together"),
+        (["run", "--prune", "--keep-last", "1", "--mode", "min"], "must be passed together"),
         (["run", "--prune", "--keep-last", "1", "--json"], "--json cannot ask"),
         (["run/checkpoints/step-00000001", "--prune", "--keep-last", "1"], "is one checkpoint"),
     ],

@@ -310,9 +310,9 @@ def test_an_object_checks_its_keys():
         (["--default", "--config_file", "folder.yaml"], 1, "folder.yaml cannot be written"),
         (["--default", "--config_file", "four.toml"], 2, "must end in .yaml or .yml or .json"),
         (["--default", "--mixed_precison=bf16"], 2, "Did you mean --mixed_precision?"),
-        (["--mixed_precision", "bf16"], 2, "belongs to --default"),
-        ([], 2, "no terminal to ask on"),
-        (["update", "--default"], 2, "asks nothing"),
+        (["--mixed_precision", "bf16"], 2, "needs --default"),
+        ([], 2, "no terminal to ask questions on"),
+        (["update", "--default"], 2, "without questions; it changes no settings"),
         (["update", "--config_file", "bad.yaml"], 1, "of at least 1"),
     ],
 )
@@ -379,6 +379,6 @@ def test_what_is_not_asked_stays_unless_it_is_of_several_machines(home, answer):
 def test_the_end_of_the_answers_writes_nothing(home, answer, capsys):
     assert answer(b"1\n\x04") == 1
     assert capsys.readouterr().err.endswith(
-        "the answers ended before the questions; none is saved.\n"
+        "the input ended before all questions were answered; no answer is saved.\n"
     )
     assert not home.exists()

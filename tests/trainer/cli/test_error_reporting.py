@@ -60,7 +60,7 @@ def test_each_error_is_printed_by_one_process(launcher, monkeypatch, capsys, not
     for text in ("one", "one", "two", "one"):
         error_reporting.report(text, 2)
     assert capsys.readouterr().err == "one\ntwo\n"
-    assert noted()["py_callstack"] == "exit code 2, see its message above."
+    assert noted()["py_callstack"] == "exit code 2; see the message above."
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     error_reporting.report("one", 2)  # another attempt, after other lines
     assert capsys.readouterr().err == "one\n"
@@ -134,7 +134,7 @@ REFUSED = [
     ("--hlep", 2, "trainer: error: unrecognized arguments: --hlep. Did you mean --help?"),
     ("estimate-memory --bogus", 2, "trainer estimate-memory: error: the following arguments are"),
     ("checkpoints /nowhere", 2, "trainer checkpoints: error: /nowhere does not exist"),
-    ("launch --tee 3 here.py", 2, "trainer launch: error: --tee belongs to --log_dir"),
+    ("launch --tee 3 here.py", 2, "trainer launch: error: --tee needs --log_dir"),
     ("test --num-processes 0", 2, "trainer test: error: argument --num_processes/--num-processes"),
 ]
 
@@ -227,4 +227,4 @@ def test_under_torchrun_an_error_is_printed_once():
     assert ended.stderr.count("trainer fit: ") == 1
     assert ended.stderr.count("unrecognized arguments: --trainer.max_epochz=3\n") == 1
     assert ended.stderr.count("exitcode  : 2 ") >= 1
-    assert ended.stderr.count("traceback : exit code 2, see its message above.") >= 1
+    assert ended.stderr.count("traceback : exit code 2; see the message above.") >= 1

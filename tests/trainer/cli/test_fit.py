@@ -416,7 +416,7 @@ def test_an_invalid_link_is_refused(capsys, linked, link, text):
 def test_links_are_no_options(capsys, linked):
     words = ["--model=linked.Sized", "--model.classes=1", "--model.batch_size=1"]
     shown = error_of(capsys, "fit", *words, "--links={model.init_args.scale: seed}")
-    assert "links stand in a configuration file" in shown
+    assert "links must be in a configuration file" in shown
 
 
 @pytest.mark.parametrize("ckpt_path", ["last", "runs/linked/checkpoints/step-00000002"])

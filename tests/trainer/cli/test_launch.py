@@ -253,7 +253,7 @@ def test_waiting_for_other_machines_is_shown_with_how_they_meet(monkeypatch, cap
     how = f"machine 0 must be 127.0.0.1, and all must reach its port {port}."
     same = "The same program must be launched on all machines"
     assert f"still waiting for 2 machines. {same}; {how}" in said
-    assert f"the launchers did not meet at 127.0.0.1:{port}: " in said
+    assert f"the rendezvous of the launchers at 127.0.0.1:{port} failed: " in said
     assert said.rstrip().endswith(how)
 
 
@@ -594,7 +594,7 @@ def test_processes_that_start_when_the_launcher_is_gone_end_at_once(tmp_path):
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (1, "The process that started this one has gone.\n")
+    assert (done.returncode, done.stderr) == (1, "The parent process has exited.\n")
     assert not Path("ran-2").exists()
 
 
@@ -792,20 +792,20 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--config_file none.yaml train.py", 1, "there is no configuration file none.yaml"),
         ("--max_restarts -1 train.py", 2, "of at least 0"),
         ("--num_processes 2 --rdzv_conf timeout train.py", 2, "like timeout=600"),
-        ("-t 3 train.py", 2, "belongs to --log_dir"),
+        ("-t 3 train.py", 2, "needs --log_dir"),
         ("--cpu --gpu_ids 0 train.py", 2, "omit --multi_gpu and --gpu_ids"),
-        ("--sbatch=--mem=4G train.py", 2, "--sbatch belongs to --slurm"),
+        ("--sbatch=--mem=4G train.py", 2, "--sbatch needs --slurm"),
         ("--slurm --max_restarts 2 train.py", 2, "SLURM itself requeues a job"),
         ("--nnodes 1:2 --num_machines 2 train.py", 2, "--nnodes replaces --num_machines"),
         ("--tpu --cpu train.py", 2, "--tpu uses neither the CPU nor GPUs"),
         ("--env A=1 train.py", 2, "--env is not supported: start the command on each machine"),
-        ("--aws_access_key_id 1 train.py", 2, "Amazon SageMaker has a launcher of its own"),
+        ("--aws_access_key_id 1 train.py", 2, "use Amazon SageMaker's launcher"),
         ("--mpirun_hostfile hosts train.py", 2, "mpirun -hostfile FILE -np 4 trainer launch"),
         (
             "--nnodes 1:2 --nproc_per_node 1 --rdzv_endpoint 127.0.0.1:0 "
             "--rdzv_conf join_timeout=soon train.py",
             1,
-            "did not meet at 127.0.0.1:0: The rendezvous configuration option 'join_timeout'",
+            "127.0.0.1:0 failed: The rendezvous configuration option 'join_timeout'",
         ),
         ("--num_processes 2 --no_python ./nothing", 2, "no executable program './nothing'"),
         ("--cpu --no_python nothing", 2, "no executable program 'nothing'"),

@@ -377,7 +377,7 @@ class Gan(L.LightningModule):
     _, findings, _ = migrate(capsys, text, "--write")
     assert [line for line, _ in findings] == [3, 4, 5]
     assert findings[0][1].startswith(
-        "Gan.training_step takes optimizer_idx, which no step is given here: for several optimizers"
+        "Gan.training_step takes optimizer_idx, which no step receives in Cadence: for several"
     )
     assert findings[2][1].endswith(
         "optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)."
@@ -431,7 +431,10 @@ def test_a_program_that_would_not_compile_stays_as_it_is(capsys):
     text = "from accelerate import Accelerator\nreturn\n"
     Path("script.py").write_text(text)
     assert main(["migrate", "script.py", "--write"]) == 1
-    assert "script.py stays as it is; changed, it would end in 'return'" in capsys.readouterr().err
+    assert (
+        "script.py is not changed; the rewritten file would fail with 'return'"
+        in capsys.readouterr().err
+    )
     assert Path("script.py").read_text() == text
 
 

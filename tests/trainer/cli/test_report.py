@@ -602,7 +602,7 @@ def test_events_are_listed():
     lines = section(report("run"), "Warnings and events").all("li")
     shown = [(each.all("b")[0].text, each.all("span")[0].text) for each in lines]
     assert shown == [
-        ("killed", "ended without a message: killed, or the machine failed"),
+        ("killed", "ended without a message: the process was killed, or the machine failed"),
         ("start", "start 2, after update 20"),
         ("preempted", "ended by a signal"),
         ("start", "start 3, after update 30"),

@@ -119,7 +119,7 @@ def padding_counts(patch):
         (
             a_sample_twice,
             "data order",
-            "of 53 samples, these were not seen once but so often: {0: 2, 1: 0}",
+            "of 53 samples, these were not seen exactly once (sample: count): {0: 2, 1: 0}",
         ),
         (one_rank_weighs_double, "accumulation", "net.0.weight is "),
         (nothing_is_loaded, "checkpoint", "update 1 after loading is "),

@@ -215,12 +215,12 @@ def test_options_win_over_the_keys_of_the_file(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--fsdp_version 2", "--fsdp_version belongs to --use_fsdp, which is not given"),
+        ("--fsdp_version 2", "--fsdp_version needs --use_fsdp"),
         (
             "--parallelism_config_tp_size 2",
-            "--parallelism_config_tp_size belongs to --use_parallelism_config",
+            "--parallelism_config_tp_size needs --use_parallelism_config",
         ),
-        ("--megatron_lm_tp_degree 2", "--megatron_lm_tp_degree belongs to --use_megatron_lm"),
+        ("--megatron_lm_tp_degree 2", "--megatron_lm_tp_degree needs --use_megatron_lm"),
         (
             "--use_fsdp --use_megatron_lm",
             "--use_megatron_lm (megatron_lm_config) cannot be combined with --use_fsdp",
@@ -232,16 +232,16 @@ def test_options_win_over_the_keys_of_the_file(capsys):
             "--num_processes 4 --use_parallelism_config --parallelism_config_tp_size 2",
             "multiply to 2 (parallelism_config_tp_size 2); the number of processes is 4",
         ),
-        ("--zero_stage 3", "--zero_stage belongs to --use_deepspeed, which is not given"),
+        ("--zero_stage 3", "--zero_stage needs --use_deepspeed"),
         ("--use_deepspeed --zero_stage 4", "invalid choice: 4"),
         ("--use_deepspeed --use_fsdp", "cannot be combined with --use_fsdp (fsdp_config)"),
         (
             "--use_deepspeed --deepspeed_config_file ds.json --zero_stage 3",
-            "zero_stage cannot be set beside deepspeed_config_file",
+            "zero_stage cannot be combined with deepspeed_config_file",
         ),
         (
             "--use_deepspeed --deepspeed_multinode_launcher pdsh",
-            "deepspeed_multinode_launcher is 'pdsh', of DeepSpeed's own launcher",
+            "deepspeed_multinode_launcher is 'pdsh', for DeepSpeed's launcher",
         ),
         ("--use_deepspeed --deepspeed_hostfile hosts", "run trainer launch on each machine"),
     ],

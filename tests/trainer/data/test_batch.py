@@ -89,8 +89,8 @@ def test_batches_without_samples_raise(batch_of_one):
     ("one", "other", "text"),
     [
         ({"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}, r"shapes \[\(3,\), \(4,\)\] in \['x'\]"),
-        ({"x": torch.ones(2)}, {"y": torch.ones(2)}, "do not hold the same keys"),
-        ([torch.ones(2)], [torch.ones(2), torch.ones(2)], "the same number of tensors"),
+        ({"x": torch.ones(2)}, {"y": torch.ones(2)}, "their keys"),
+        ([torch.ones(2)], [torch.ones(2), torch.ones(2)], "their numbers of tensors differ"),
         (
             {"x": torch.ones(2), "n": 3},
             {"x": torch.ones(2), "n": 4},

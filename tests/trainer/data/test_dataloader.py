@@ -94,7 +94,7 @@ def test_a_source_that_is_no_loader_raises():
     with pytest.raises(TypeError, match=r"A loader is 7 of type int; it must be a DataLoader"):
         EpochIterator(7)
     holder = type("Holder", (), {"train_dataloader": None})()  # as Lightning's data modules
-    with pytest.raises(TypeError, match=r"derives from trainer\.DataModule"):
+    with pytest.raises(TypeError, match=r"subclass trainer\.DataModule"):
         EpochIterator(holder)
 
 

@@ -410,10 +410,10 @@ def test_set_sampler():
 def test_set_sampler_without_a_sampler_raises():
     (odd,) = each(DataLoader(Numbers(5), batch_sampler=OddSampler()), 1)
     assert isinstance(odd.get_sampler(), OddSampler)
-    with pytest.raises(ValueError, match="OddSampler makes its batches without a sampler"):
+    with pytest.raises(ValueError, match="OddSampler creates its batches without a sampler"):
         odd.set_sampler([1])
     (stream,) = each(DataLoader(Stream(5), 2), 1)
-    with pytest.raises(ValueError, match="A stream has no sampler"):
+    with pytest.raises(ValueError, match="An iterable dataset has no sampler"):
         stream.set_sampler([1])
 
 

@@ -117,7 +117,7 @@ def test_a_scheduler_in_an_optimizers_place_is_named(steps):
         ({"interval": "step"}, "'interval' but no 'scheduler'"),
         ({"lr_scheduler": {"interval": "step"}}, "'interval' but no 'scheduler'"),
         ({"lr_scheduler": {}}, "a dict but no 'scheduler'"),
-        ({"scheduler": 1, "lr_scheduler": 1}, "not as both"),
+        ({"scheduler": 1, "lr_scheduler": 1}, "not both"),
         ({"lr_scheduler": {"scheduler": 1, "optimizer": 1}}, "'optimizer'; it must be one of"),
         ({"max_grad_nrom": 1.0}, r"'max_grad_nrom'; .*Did you mean 'max_grad_norm'\?"),
     ],

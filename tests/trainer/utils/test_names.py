@@ -112,7 +112,7 @@ def test_a_basic_configuration_is_written_once(tmp_path, capsys):
     found = LaunchConfiguration(**read_file(place)[0])
     assert (found.mixed_precision, found.use_cpu) == ("bf16", not torch.accelerator.is_available())
     assert utils.write_basic_config(save_location=place) is False
-    assert "is not changed" in capsys.readouterr().out
+    assert "was not changed" in capsys.readouterr().out
     assert LaunchConfiguration(**read_file(place)[0]).mixed_precision == "bf16"
     for arguments, said in (
         (("int8", tmp_path / "a.json"), "mixed_precision is 'int8'"),

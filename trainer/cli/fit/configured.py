@@ -134,7 +134,7 @@ class ConfiguredLine:
         add("--config", action="config", help="a configuration file; may be repeated")
         add("--seed", type=int | None, help="the Trainer's argument; seeds all generators")
         add("--ckpt_path", type=str | None, help="a checkpoint's folder; or last, best or auto")
-        text = "in files: a key, and what it is taken from"
+        text = "in files: a key, and the value that it copies"
         add("--links", type=dict[str, str] | None, help=text)
         _add_trainer(parser)
         parser.add_subclass_arguments(TrainModule, "model", required=True)
@@ -164,7 +164,7 @@ class ConfiguredLine:
         # For an evaluation, the checkpoint may have arguments that are missing here.
         config = self._parsed(_skip_validation=self._stage != "fit")
         if (config.links or {}) != links:
-            raise CommandError("links stand in a configuration file, not among the options.", 2)
+            raise CommandError("links must be in a configuration file; they cannot be options.", 2)
         for target, source in links.items() if config.model else ():
             for key in (target,) if _is_attribute(source) else (target, source):
                 if key not in config:  # which jsonargparse ignores

@@ -37,10 +37,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of `trainer migrate`."""
     made = command_parser(
         prog,
-        "List what of programs for Lightning, Accelerate or the Hugging Face Trainer will not "
-        "carry over, with the line and what to use. The programs are read, not run.",
+        "List the parts of programs for Lightning, Accelerate or the Hugging Face Trainer that "
+        "Cadence does not support, with line and replacement. Programs are read, not run.",
         examples=[
-            ("what is to be done", "train.py model.py"),
+            ("list what to change", "train.py model.py"),
             ("change the import lines of a folder's programs, and class paths", ". --write"),
             ("each line of a folder's findings", ". --all"),
             ("convert a checkpoint of Lightning", "last.ckpt --output runs/digits/from-lightning"),
@@ -54,7 +54,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     made.add_argument("files", type=Path, nargs="+", metavar="FILE", help=text)
     text = "change imports and class paths, to those of trainer.lightning and trainer.accelerate"
     made.add_argument("--write", action="store_true", help=text)
-    text = "show each finding of a folder with its line, not the causes with their numbers"
+    text = "for a folder, show every finding with its line instead of counts by cause"
     made.add_argument("--all", action="store_true", help=text)
     add = made.add_argument_group("checkpoints").add_argument
     text = "the new folder; by default that of the .ckpt file, without the suffix"
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     checkpoints = [path for path in arguments.files if path.suffix == ".ckpt"]
     if arguments.output is not None and len(checkpoints) != 1:
-        raise argparse.ArgumentTypeError("--output belongs to one .ckpt file.")
+        raise argparse.ArgumentTypeError("--output needs one .ckpt file.")
     for path in checkpoints:
         _convert(path, arguments.output, arguments.num_processes)
     files = [file for path in arguments.files if path not in checkpoints for file in _files(path)]
@@ -180,7 +180,7 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> list[Finding]:
         if error.name != "libcst":
             raise
         raise CommandError(
-            "libcst is not installed, which reads programs: pip install 'cadence-trainer[migrate]'."
+            "migrate needs libcst, which is not installed: pip install 'cadence-trainer[migrate]'."
         ) from None
     from trainer.cli.migrate.findings import find
     from trainer.cli.migrate.rewriting import with_imports
@@ -198,7 +198,9 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> list[Finding]:
                 simplefilter("ignore")  # of the program
                 compile(changed, path, "exec", dont_inherit=True)
         except SyntaxError as error:
-            raise CommandError(f"{path} stays as it is; changed, it would end in {error}") from None
+            raise CommandError(
+                f"{path} is not changed; the rewritten file would fail with {error}"
+            ) from None
         _rewrite(path, text, changed)
     return find(program, path, imports=not arguments.write)
 

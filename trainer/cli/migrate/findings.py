@@ -276,10 +276,12 @@ class _Finder(cst.CSTVisitor):
             if argument not in STEP_ARGUMENTS or not hasattr(TrainModule, name):
                 continue
             if name.endswith("_step") and name.partition("_")[0] in _STEPS:
-                message = f"{argument}, which no step is given here: {STEP_ARGUMENTS[argument]}."
+                message = (
+                    f"{argument}, which no step receives in Cadence: {STEP_ARGUMENTS[argument]}."
+                )
             else:
                 takes = ", ".join(signature(getattr(TrainModule, name)).parameters)
-                message = f"{argument}, which no hook is given here: def {name}({takes})."
+                message = f"{argument}, which no hook receives in Cadence: def {name}({takes})."
             self._add(
                 parameter, f"{owner.name.value}.{name} takes {message}", f"{name} takes {message}"
             )

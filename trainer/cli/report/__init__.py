@@ -15,7 +15,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     made = command_parser(
         prog,
         "Write an HTML page about a run, or comparing several: curves, hyper-parameters, "
-        "checkpoints, speed, images, warnings. Neither the command nor the page needs a network.",
+        "checkpoints, speed, images, warnings. Neither the command nor the page uses the network.",
         examples=[
             ("a run", "runs/digits"),
             ("three runs, compared", "runs/seed-0 runs/seed-1 runs/seed-2 --output seeds.html"),

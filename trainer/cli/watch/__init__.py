@@ -25,12 +25,12 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of `trainer watch`."""
     made = command_parser(
         prog,
-        "Plot the metrics of runs in the terminal while they are running. Ctrl-C ends the command "
-        "and leaves the runs alone.",
+        "Plot the metrics of runs in the terminal while they are running. Ctrl-C ends the "
+        "command, not the runs.",
         examples=[
             ("follow a run", "runs/digits"),
             ("some metrics of two runs, in the same charts", "runs/a runs/b --metrics 'val/*',lr"),
-            ("print one frame and exit, as is done without a terminal", "runs/a --once"),
+            ("print one frame and exit; the default without a terminal", "runs/a --once"),
         ],
         codes={0: "done", 1: "--once, and a run has no record"},
     )

@@ -624,7 +624,7 @@ class LearningRateFinder(Callback):
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
         """Search now."""
         if trainer.fast_dev_run:
-            logger.warning("With fast_dev_run, no learning rate is searched for.")
+            logger.warning("The learning rate finder is skipped with fast_dev_run.")
             return
         self.optimal_lr = Tuner(trainer).lr_find(
             pl_module, trainer.train_dataloader, datamodule=trainer.datamodule, **self._options
@@ -704,6 +704,6 @@ class BatchSizeFinder(Callback):
         """
         if self._stage is None:
             raise ValueError(
-                "scale_batch_size was called when the loaders were there already. The size is "
-                "found at the beginning of a run: leave out your on_fit_start."
+                "scale_batch_size was called after the loaders were created. The batch size is "
+                "found at the start of a run: remove your on_fit_start."
             )

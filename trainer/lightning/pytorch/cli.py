@@ -496,8 +496,8 @@ class LightningCLI:
             return
         if several := [each for each in names if len(each) > 1]:
             raise ValueError(
-                f"{' and '.join(several[0])} are both for the module: give them a "
-                "link_to= and use them in its configure_optimizers."
+                f"{' and '.join(several[0])} are both optimizers or schedulers of the module: "
+                "pass link_to= for each and use them in its configure_optimizers."
             )
         described = self._description(parser._optimizers, names[0])
         schedule = self._description(parser._lr_schedulers, names[1])

@@ -42,7 +42,8 @@ def _warn_of_step() -> None:
 def _warn_of_global_step() -> None:
     logger.warning(
         "global_step counts the batches in which an optimizer has stepped; Lightning counts the "
-        "steps of all optimizers. A condition on global_step comes true later than there."
+        "steps of all optimizers. A condition on global_step becomes true later than in "
+        "Lightning."
     )
 
 

@@ -24,11 +24,11 @@ from trainer.migration.values import STRATEGIES, wrong_strategy
 _ELSEWHERE = {
     "accelerator": "pass accelerator= to the Trainer",
     "parallel_devices": "pass devices= to the Trainer",
-    "cluster_environment": "the launcher says where processes are: trainer launch, or torchrun",
-    "checkpoint_io": "checkpoints are Cadence's own",
+    "cluster_environment": "the launcher places the processes: use trainer launch or torchrun",
+    "checkpoint_io": "checkpoints have Cadence's format",
     "precision_plugin": "pass precision= to the Trainer",
     "device_mesh": "pass parallelism_config=trainer.ParallelismConfig(...) to the Trainer",
-    "model_averaging_period": "averaging by periods is trainer.LocalSGD, in a loop of one's own",
+    "model_averaging_period": "for periodic averaging use trainer.LocalSGD, in a custom loop",
 }
 """Lightning's arguments that no strategy has here: what to do instead."""
 _IN_ZERO = (

@@ -112,8 +112,8 @@ class _Argument:
 
     def __set__(self, trainer: Any, value: Any) -> None:
         raise AttributeError(
-            f"Trainer.{self.name} cannot be set later: pass it to Trainer({self.name}=...) when "
-            "it is made."
+            f"Trainer.{self.name} cannot be set after the Trainer is created: pass "
+            f"Trainer({self.name}=...)."
         )
 
 
@@ -516,8 +516,8 @@ class Trainer(NativeTrainer):
                 if self.is_global_zero:
                     _logger.warning(
                         "fit trains nothing: this Trainer has trained %s epochs and %s updates, "
-                        "and reached its %s. To go on, set trainer.fit_loop.%s before; for a new "
-                        "run, make another Trainer.",
+                        "and reached its %s. To train further, set trainer.fit_loop.%s before "
+                        "fit; for a new run, create another Trainer.",
                         epochs,
                         counters.global_step,
                         name.rpartition(".")[2],
@@ -1028,8 +1028,7 @@ def _wrong_objects(profiler: Any, loggers: Any) -> Iterator[str]:
         if not valid and not callable(getattr(logger, "log_metrics", None)):
             yield (
                 f"logger is {logger!r}; it must be a bool, a logger of "
-                "trainer.lightning.pytorch.loggers, one of your own that inherits from Logger "
-                "there, or a list of these."
+                "trainer.lightning.pytorch.loggers, a subclass of its Logger, or a list of these."
             )
 
 
@@ -1078,8 +1077,8 @@ def _check_devices(devices: Any, nodes: int, *, cpu: bool) -> None:
     device = PartialState().device
     if name is not None and str(device) != name:
         raise ValueError(
-            f"devices={devices!r} asks for {name}, but this process has used {device} already: "
-            "make the Trainer first, or start the program with CUDA_VISIBLE_DEVICES."
+            f"devices={devices!r} asks for {name}, but this process has already used {device}: "
+            "create the Trainer first, or start the program with CUDA_VISIBLE_DEVICES."
         )
     if number and number * nodes != running:
         raise ValueError(

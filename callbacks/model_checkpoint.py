@@ -71,7 +71,7 @@ class ModelCheckpoint(Callback):
         save_top_k: The number of best checkpoints to keep (without ``monitor``, of the newest); -1
             keeps every checkpoint, 0 keeps none by rank.
         save_last: Save whenever due, whatever the rank, and keep this many newest checkpoints; True
-        is 1.
+            is 1.
         on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked. The run
             that resumes from it ranks the update, and removes the checkpoint if it is not to be
             kept.
@@ -283,7 +283,7 @@ class ModelCheckpoint(Callback):
             ):
                 raise ValueError(
                     f"Two ModelCheckpoints write to {self.directory}; each would delete the "
-                    "other's checkpoints. Pass a different dirpath=... to one of them"
+                    "other's checkpoints. Pass a different dirpath=... to one of them."
                 )
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:

@@ -42,9 +42,9 @@ class ModelPruning(Callback):
             ``"random_structured"``, or a class of torch's `BasePruningMethod`.
         parameters_to_prune: Submodules with the names of their parameters; all if empty.
         parameter_names: Names of the parameters to prune in all submodules: ``"weight"``,
-        ``"bias"`` or both.
+            ``"bias"`` or both.
         use_global_unstructured: Compare all parameters with each other, not only those of the same
-        tensor.
+            tensor.
         amount: The share or the number to prune, or a function of the epoch.
         apply_pruning: Whether to prune, or a function of the epoch that returns it.
         make_pruning_permanent: Whether to apply and remove the masks at the end.

@@ -53,7 +53,7 @@ class GeneralTracker:
             save). `finish` closes the run at the service accordingly.
         run_id: the service's identifier of the run; `start` sets it and checkpoints store it.
         service_dir: the folder for files of the service's package, such as offline runs; the caller
-            may set it before `start`. None leaves it to the package.
+            may set it before `start`. None takes the package's default.
 
     Raises:
         NotImplementedError: a required attribute is missing.
@@ -255,7 +255,7 @@ class GeneralTracker:
 class ServiceTracker(GeneralTracker):
     """A tracker of one SDK object, `_opened`, from `start` to `finish`.
 
-    A run that the program itself has opened before is joined, and `finish` leaves it open.
+    If the program has already opened a run, the tracker logs to it, and `finish` leaves it open.
     """
 
     _opened: Any = None

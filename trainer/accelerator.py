@@ -136,8 +136,8 @@ class Accelerator:
         cpu: Use the CPU even if an accelerator is available, also with several processes.
         dataloader_config: How loaders divide the data among the processes.
         deepspeed_plugin: Partitions a model and its optimizer with DeepSpeed; None does so if
-            ``ACCELERATE_USE_DEEPSPEED`` is set. May map names to several plugins, of which the
-            first is in use until `AcceleratorState.select_deepspeed_plugin`.
+            ``ACCELERATE_USE_DEEPSPEED`` is set. A dict of several plugins by name is allowed; the
+            first is active until `AcceleratorState.select_deepspeed_plugin` selects another.
         fsdp_plugin: Shards models over the processes (FSDP); None does so if
             ``ACCELERATE_USE_FSDP`` is set.
         torch_tp_plugin: Splits layers over processes; ``ParallelismConfig(tp_size=...)`` does the
@@ -164,12 +164,13 @@ class Accelerator:
         dynamo_plugin: Replaces `dynamo_backend`, with more options.
         scheduler_tick: How often a prepared scheduler advances per update: ``"process"``, once for
             each process, as scripts for the documented API expect; or ``"update"``, once. A
-            schedule of DeepSpeed or megatron-core advances once in both.
+            schedule of DeepSpeed or megatron-core always advances once.
         parallelism_config: The dimensions over which models are replicated, sharded and split; None
             reads them from the environment if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set.
         deepspeed_plugins: Another name of `deepspeed_plugin`.
-        engine: An engine of your own: a class with the methods of `trainer.engines.base.Engine`,
-            called with `EngineOptions`. None takes the one that fits the processes.
+        engine: A custom engine: a class with the methods of `trainer.engines.base.Engine`, called
+            with `EngineOptions`. None selects the engine by the plugins and the number of
+            processes.
 
     Attributes:
         state: The process, its peers and the precision.
@@ -433,7 +434,7 @@ class Accelerator:
 
     @property
     def data_parallel_rank(self) -> int:
-        """The rank among the replicas; 0 if there is one. Data go by `engine.parallel.dp_rank`."""
+        """The rank among the replicas; 0 with one. For data use `engine.parallel.dp_rank`."""
         return self._rank_in("dp_replicate")
 
     @property
@@ -704,7 +705,7 @@ class Accelerator:
 
         Raises:
             ValueError: Nothing was passed, or `device_placement` has a different length.
-            TypeError: `device_placement` holds anything but bools, or is not a list.
+            TypeError: `device_placement` is not a list of bools.
         """
         if not args:
             raise ValueError("prepare() was called without anything to prepare.")
@@ -1006,11 +1007,11 @@ class Accelerator:
         After ``optimizer.step()``, its `get_scale` and `state_dict` return the scale for the next
         loss. Both synchronise with the device.
 
-        It may be set, best before `prepare`: `backward` and the prepared optimizers then use it in
-        any precision; None scales no losses.
+        It can be set, preferably before `prepare`. `backward` and the prepared optimizers then use
+        it in any precision; None disables loss scaling.
 
         Raises:
-            TypeError: It is set to something else than torch's ``GradScaler`` or None.
+            TypeError: It is set to a value other than torch's ``GradScaler`` or None.
         """
         return self.precision.scaler
 
@@ -1026,7 +1027,7 @@ class Accelerator:
         The last batch of the prepared loader also ends the window. Inside `join_uneven_inputs`,
         where ranks may have different numbers of batches, only the last batch over all ranks does.
 
-        Several blocks with different models, nested or one after another, are the same micro-batch.
+        Several blocks with different models, nested or one after another, count as one micro-batch.
         The next micro-batch begins when a model is passed again, or when no model is passed.
 
         With DDP's ``static_graph``, the first micro-batch of a process is also all-reduced. The sum
@@ -1076,7 +1077,7 @@ class Accelerator:
         return self.engine.trigger_sync(model)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:  # noqa: ARG002 - as in accelerate
-        """Return the loader as it is: DeepSpeed splits no sequences (``sp_size`` is 1)."""
+        """Return the loader unchanged: sequence parallelism of DeepSpeed is not supported."""
         return dl
 
     @contextmanager
@@ -1086,14 +1087,14 @@ class Accelerator:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[Tensor] | None = None,
     ) -> Iterator[None]:
-        """Split sequences over the processes of ``cp_size``; without them, do nothing.
+        """Split sequences over ``cp_size`` processes; does nothing if ``cp_size`` is 1.
 
         Args:
-            buffers: Tensors whose parts this process computes inside the block, with the same
-                values on these processes: token ids, labels and positions.
-            buffer_seq_dims: The dimension of each that runs along the sequence.
-            no_restore_buffers: Those that stay parts after the block. Where backward runs after the
-                block, as in ``training_step``, pass all.
+            buffers: Tensors to split along the sequence inside the block, such as token ids, labels
+                and positions. They must have the same values on these processes.
+            buffer_seq_dims: The sequence dimension of each buffer.
+            no_restore_buffers: Buffers that stay split after the block. Pass all buffers if
+                backward runs after the block, as in ``training_step``.
 
         Raises:
             ValueError: See `trainer.engines.context_parallel.context_parallel`; also for attention
@@ -1144,8 +1145,7 @@ class Accelerator:
 
         Args:
             loss: A tensor of one element with a graph.
-            **kwargs: Arguments of ``loss.backward``; `learning_rate` where a LOMO optimizer was
-                prepared.
+            **kwargs: Arguments of ``loss.backward``; `learning_rate` for a prepared LOMO optimizer.
 
         Raises:
             RuntimeError: With several processes, parameters were unfrozen after `prepare`.
@@ -1324,7 +1324,8 @@ class Accelerator:
 
         Every process calls it. The main process may also call it alone, inside ``if
         accelerator.is_main_process:``, where the state is replicated (one device, DDP): then
-        `load_state` derives the random states of the others. Of sharded models that is an error.
+        `load_state` derives the random states of the other processes. For sharded models that
+        raises an error.
 
         Args:
             output_dir: The folder; not needed with `automatic_checkpoint_naming` of
@@ -1337,9 +1338,9 @@ class Accelerator:
 
         Raises:
             ValueError: There is no `output_dir` or it is "", or the next numbered folder exists.
-            CheckpointError: Some process could not write its part; raised on every process.
-            DistributedOperationException: Models are sharded, and another process has gone on
-                without calling it.
+            CheckpointError: A process could not write its part; raised on every process.
+            DistributedOperationException: Models are sharded, and another process continued without
+                calling it.
             TypeError: Further arguments were passed.
         """
         if save_model_func_kwargs:
@@ -1376,15 +1377,15 @@ class Accelerator:
         Args:
             input_dir: The folder; None takes the newest intact one with
                 `automatic_checkpoint_naming`.
-            load_kwargs: Arguments of ``torch.load`` in the documented API; only
-                ``{"weights_only": True}``, which is always so.
+            load_kwargs: Arguments of ``torch.load``; only ``{"weights_only": True}`` is accepted,
+                and it is always in effect.
             **load_model_func_kwargs: Arguments of the models' ``load_state_dict`` such as `strict`,
                 and `map_location`: None, ``"cpu"`` or ``"on_device"``.
 
         Raises:
             ValueError: There is no such folder.
             CheckpointError: The state of a prepared object is missing, damaged or does not match.
-            TypeError: `map_location` has another value, or `load_kwargs` an argument.
+            TypeError: `map_location` has another value, or `load_kwargs` another argument.
         """
         if dict(load_kwargs or {}) not in ({}, {"weights_only": True}):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Settings of DeepSpeed, and the configuration that it gets."""
+"""Settings of DeepSpeed, and the configuration passed to it."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(key, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a dotted key and what is below it.
+        """Remove a dotted key and its subtree.
 
         Raises:
-            ValueError: It `must_exist`, and does not.
+            ValueError: `must_exist` is True, and the key does not exist.
         """
         node, key = self.find_config_node(ds_key_long)
         if node is not None and key in node:
@@ -195,13 +195,13 @@ class DeepSpeedPlugin:
 
     Attributes:
         hf_ds_config: A DeepSpeed configuration, as a mapping, the path of its JSON file or a
-            `HfDeepSpeedConfig`, as which it is kept; None takes
-            ``ACCELERATE_DEEPSPEED_CONFIG_FILE``, else one is made of the other fields. Its values
-            may be ``"auto"``, which the run fills in, and come before those of the other fields.
+            `HfDeepSpeedConfig`; stored as a `HfDeepSpeedConfig`. None takes
+            ``ACCELERATE_DEEPSPEED_CONFIG_FILE``, else builds one from the other fields. The run
+            fills in values that are ``"auto"``. Its values override the other fields.
         gradient_accumulation_steps: Micro-batches per update or ``"auto"``; None takes
-            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else ``"auto"``: as the run says.
+            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else ``"auto"``, the run's value.
         gradient_clipping: The maximum norm or ``"auto"``; None takes
-            ``ACCELERATE_GRADIENT_CLIPPING``, else ``"auto"``: as the run says.
+            ``ACCELERATE_GRADIENT_CLIPPING``, else ``"auto"``, the run's value.
         zero_stage: ZeRO stage, 0 to 3; None takes ``ACCELERATE_DEEPSPEED_ZERO_STAGE``, else 2.
         is_train_batch_min: With several loaders, take the smallest batch size.
         offload_optimizer_device: ``"none"`` or ``"cpu"``.
@@ -210,18 +210,18 @@ class DeepSpeedPlugin:
         offload_param_nvme_path: The same for parameters.
         zero3_init_flag: Let ``from_pretrained`` of transformers partition a model while it is
             loaded; None takes ``ACCELERATE_DEEPSPEED_ZERO3_INIT``, else True, in stage 3.
-        zero3_save_16bit_model: `Accelerator.get_state_dict` and `save_model` give the 16-bit
-            weights with which the model computes, instead of the float32 ones.
+        zero3_save_16bit_model: `Accelerator.get_state_dict` and `save_model` use the 16-bit weights
+            of the forward pass instead of the float32 copies.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas, whose
             parameters stage 3 gathers together; None takes
             ``ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES``.
-        enable_msamp: Must not be True: MS-AMP is not distributed any more.
+        enable_msamp: Must not be True: MS-AMP is no longer distributed.
         msamp_opt_level: Not used.
 
     Raises:
-        ValueError: A value is outside its choices, or the configuration names no ZeRO stage.
+        ValueError: A value is invalid, or the configuration has no ZeRO stage.
         TypeError: A value has the wrong type.
-        NotImplementedError: Something is not supported.
+        NotImplementedError: An option is not supported.
     """
 
     _env_prefix = "ACCELERATE_DEEPSPEED_"
@@ -394,8 +394,8 @@ class DeepSpeedPlugin:
             several: The same.
 
         Raises:
-            ValueError: Both are given, or there is no plugin in the mapping.
-            TypeError: Something else is given.
+            ValueError: Both arguments are passed, or the mapping is empty.
+            TypeError: An argument has another type.
         """
         if given is not None and several is not None:
             raise ValueError("Pass deepspeed_plugin or deepspeed_plugins, not both.")
@@ -418,7 +418,7 @@ class DeepSpeedPlugin:
 
     @property
     def clips_at(self) -> float:
-        """The maximum norm of each update for which the run asks for none; 0 without one."""
+        """The maximum norm of updates for which the run sets no limit; 0 if there is none."""
         return 0.0 if isinstance(self.gradient_clipping, str) else self.gradient_clipping or 0.0
 
     # -- the configuration -------------------------------------------------------------------------
@@ -430,16 +430,16 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Replace ``"auto"`` at a dotted key by the keyword argument of that name.
+        """Replace ``"auto"`` at a dotted key by the value of the keyword argument of that name.
 
         Args:
             ds_key_long: The key.
-            mismatches: Gets a line if another value is there already.
+            mismatches: A line is appended if the configuration has a different value.
             must_match: Whether to compare.
             **kwargs: Values by dotted key.
 
         Raises:
-            ValueError: It is ``"auto"``, and there is no such argument.
+            ValueError: The value is ``"auto"``, and there is no keyword argument for it.
         """
         node, key = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None:
@@ -492,10 +492,10 @@ class DeepSpeedPlugin:
     def precision_of(
         plugins: Mapping[str, DeepSpeedPlugin] | None, asked: str | None
     ) -> str | None:
-        """Return the precision of the configurations, or the one that was asked for.
+        """Return the precision of the configurations, or else the requested one.
 
         Raises:
-            ValueError: They differ.
+            ValueError: The precisions differ.
         """
         for plugin in (plugins or {}).values():
             own = plugin._own_precision
@@ -511,7 +511,7 @@ class DeepSpeedPlugin:
         """Enable a precision in the configuration: ``"no"``, ``"fp16"`` or ``"bf16"``.
 
         Raises:
-            ValueError: It enables another one.
+            ValueError: The configuration enables another precision.
         """
         self.precision_of({"": self}, mixed_precision)
         for name in ("fp16", "bf16"):
@@ -522,7 +522,8 @@ class DeepSpeedPlugin:
     ) -> dict[str, Any]:
         """Return the configuration for ``deepspeed.initialize``.
 
-        Windows of micro-batches and clipping are left to the engine, and schedules to the loop.
+        The engine handles accumulation and clipping, and the loop handles schedules, so the
+        configuration has none of them.
 
         Args:
             module: The user's module.
@@ -530,8 +531,8 @@ class DeepSpeedPlugin:
             bf16: Whether the module computes in bfloat16.
 
         Raises:
-            ValueError: A value cannot be filled in, or the optimizer is given twice or not at all.
-            NotImplementedError: It asks for something that is not supported.
+            ValueError: A value cannot be filled in, or there are two optimizers or none.
+            NotImplementedError: The configuration has an unsupported option.
         """
         from trainer.configuration.dummy_optimizers import DummyOptim
 
@@ -647,7 +648,7 @@ class DeepSpeedPlugin:
     # -- one of several ----------------------------------------------------------------------------
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Make this the plugin in use; `AcceleratorState.select_deepspeed_plugin` does it.
+        """Make this the active plugin; call `AcceleratorState.select_deepspeed_plugin` instead.
 
         Raises:
             ValueError: Called directly.

@@ -1,4 +1,4 @@
-"""What stands for optimizers and schedules that DeepSpeed or Megatron-LM make."""
+"""Placeholders for optimizers and schedules that DeepSpeed or Megatron-LM create."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainer.configuration.megatron import MegatronLMPlugin
 
 
 class DummyOptim(Optimizer):
-    """Stands for the optimizer of a DeepSpeed configuration.
+    """A placeholder for the optimizer of a DeepSpeed configuration.
 
     Args:
         params: The parameters, or groups of them with options.
-        lr: The learning rate, where the configuration says ``"auto"``.
-        weight_decay: The same of the weight decay.
-        **kwargs: The same of other parameters of the optimizer.
+        lr: The learning rate, used where the configuration has ``"auto"``.
+        weight_decay: The weight decay, used likewise.
+        **kwargs: Other parameters of the optimizer, used likewise.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class DummyOptim(Optimizer):
 
 
 class DummyScheduler:
-    """Stands for the scheduler of a DeepSpeed configuration.
+    """A placeholder for the scheduler of a DeepSpeed configuration.
 
     Args:
         optimizer: The optimizer.
-        total_num_steps: The length of the schedule, where the configuration says ``"auto"``: in
-            updates, or for an `Accelerator` with ``scheduler_tick="process"``, in batches of all
+        total_num_steps: The length of the schedule, used where the configuration has ``"auto"``: in
+            updates, or, for an `Accelerator` with ``scheduler_tick="process"``, in batches of all
             processes, as scripts for Accelerate count.
-        warmup_num_steps: The same of its warm-up, in updates.
+        warmup_num_steps: The length of the warm-up, in updates, used likewise.
         lr_scheduler_callable: Returns a scheduler for an optimizer, instead of the configuration's.
         **kwargs: Not used.
     """
@@ -74,7 +74,7 @@ class DummyScheduler:
         self.kwargs = kwargs
 
     def step(self) -> None:
-        """Raise: the configuration's scheduler takes its place when it is prepared.
+        """Raise an error: `prepare` replaces this by the configuration's scheduler.
 
         Raises:
             RuntimeError: Always.
@@ -85,7 +85,7 @@ class DummyScheduler:
         )
 
     def per_update(self, processes: int) -> DummyScheduler:
-        """Return one whose length counts updates, where this one's counts batches of processes.
+        """Return a copy whose length counts updates instead of batches of all processes.
 
         As in Accelerate, the warm-up counts updates in both.
         """
@@ -102,7 +102,7 @@ class DummyScheduler:
             optimizer: The optimizer, with its options.
 
         Raises:
-            ValueError: The configuration has none, or one whose values cannot be filled in.
+            ValueError: The configuration has no scheduler, or its values cannot be filled in.
         """
         if self.lr_scheduler_callable is not None:
             return self.lr_scheduler_callable(optimizer)
@@ -134,19 +134,19 @@ class DummyScheduler:
 
 
 def is_deepspeed_schedule(scheduler: Any) -> bool:
-    """Return whether a scheduler is of a class of DeepSpeed's, which are not torch's."""
+    """Return whether a scheduler is of a DeepSpeed class, not a torch class."""
     return type(scheduler).__module__ == "deepspeed.runtime.lr_schedules"
 
 
 class MegatronLMDummyScheduler:
-    """Stands for the schedule that a `MegatronLMPlugin` describes.
+    """A placeholder for the schedule that a `MegatronLMPlugin` describes.
 
     Args:
         optimizer: The optimizer.
         total_num_steps: The length of the schedule, where the plugin has no `train_iters`: in
             updates, or for an `Accelerator` with ``scheduler_tick="process"``, in batches of all
             replicas, as scripts for Accelerate count.
-        warmup_num_steps: The same of its warm-up, for `lr_warmup_iters`.
+        warmup_num_steps: The length of the warm-up, used where the plugin has no `lr_warmup_iters`.
         **kwargs: Not used.
     """
 
@@ -163,7 +163,7 @@ class MegatronLMDummyScheduler:
         self.kwargs = kwargs
 
     def step(self) -> None:
-        """Raise: the plugin's schedule takes its place when it is prepared.
+        """Raise an error: `prepare` replaces this by the plugin's schedule.
 
         Raises:
             RuntimeError: Always.
@@ -188,7 +188,7 @@ class MegatronLMDummyScheduler:
                 weight decay unless the plugin has one.
 
         Raises:
-            ValueError: Its length is not known.
+            ValueError: The length of the schedule is unknown.
         """
         updates = plugin.train_iters or self.total_num_steps
         decay = plugin.lr_decay_iters or updates

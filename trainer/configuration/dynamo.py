@@ -28,8 +28,8 @@ class TorchDynamoPlugin:
             ``ACCELERATE_DYNAMO_USE_DYNAMIC``, else torch decides when a shape changes.
         options: Arguments of the backend, instead of a mode.
         disable: Turn compilation into a no-op, for tests.
-        use_regional_compilation: Compile the blocks of each ``nn.ModuleList`` by themselves, so
-            that one block's code serves all of them; None takes
+        use_regional_compilation: Compile each block of an ``nn.ModuleList`` separately, so that all
+            blocks share the compiled code; None takes
             ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION``, else False.
 
     Raises:

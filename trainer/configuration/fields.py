@@ -12,16 +12,16 @@ from trainer import environment
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a field of a configuration is called outside Python.
+    """The names of a configuration field outside Python: variable, option and key.
 
     Attributes:
         env: Its environment variable; one for each value of a tuple.
-        kind: The kind of value, which says how texts are read: see `_READERS` here and, for
-            options, `trainer.launch.options`.
+        kind: The kind of value, which determines how strings are parsed: see `_READERS` here and,
+            for options, `trainer.launch.options`.
         fallback: The value of a field that is None and whose variable is not set.
-        help: Its line in ``trainer launch --help``; a setting without one has a variable alone.
+        help: Its line in ``trainer launch --help``; a setting without help has only a variable.
         option: Its name as an option of `trainer launch` and as a key of the configuration file.
-        question: What `trainer config` asks.
+        question: The question of `trainer config`.
     """
 
     env: tuple[str, ...]
@@ -32,7 +32,7 @@ class Setting:
     question: str = ""
 
     def read(self) -> Any:
-        """Return the value in the environment, else the fallback; an empty text is none."""
+        """Return the value in the environment, else the fallback; an empty one counts as unset."""
         if not any(environment.read(name) for name in self.env):
             return self.fallback
         values = [_READERS.get(self.kind, environment.read)(name) for name in self.env]
@@ -72,10 +72,10 @@ def setting(
     option: str = "",
     question: str = "",
 ) -> Any:
-    """Return a field that is None unless it is given; `fill` reads it from the environment.
+    """Return a field whose default is None; `fill` reads it from the environment.
 
     The arguments are those of `Setting`. The variable is the class's ``_env_prefix`` and the name
-    of the field, unless there is another one; the option is the variable in small letters, without
+    of the field, unless `env` is passed; the option is the variable in lower case, without
     ``ACCELERATE_``.
     """
     made = Setting(
@@ -123,7 +123,7 @@ def fill(configuration: Any, *names: str) -> None:
 
     Args:
         configuration: The configuration.
-        *names: The fields; none stands for all.
+        *names: The fields; without names, all fields.
     """
     settings = settings_of(type(configuration))
     for name in names or settings:

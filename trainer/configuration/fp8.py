@@ -28,7 +28,7 @@ def recipe_of(handlers: Sequence[object]) -> AORecipeKwargs | TERecipeKwargs:
     The default is that of ``ACCELERATE_FP8_BACKEND``, else torchao's.
 
     Raises:
-        ValueError: There are several recipes, or the variable names none.
+        ValueError: There are several recipes, or the variable has an unknown value.
         NotImplementedError: The recipe is MS-AMP's.
     """
     kinds = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
@@ -70,12 +70,12 @@ class AORecipeKwargs(KwargsHandler):
         config: A ``torchao.float8.Float8LinearConfig``; None takes its defaults with the two
             options below.
         module_filter_func: A function ``(module, name) -> bool`` that chooses the linear layers to
-            convert. None takes every ``nn.Linear`` but the first and the last of the model, and but
-            those with a dimension that is no multiple of 16.
-        pad_inner_dim: Pad inner dimensions to a multiple of 16, as the hardware needs it. None
-            leaves it to `config`, else to ``ACCELERATE_FP8_PAD_INNER_DIM``, else True.
-        enable_fsdp_float8_all_gather: FSDP gathers the converted weights in 8 bits. None leaves it
-            to `config`, else to ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, else True. No
+            convert. None takes every ``nn.Linear`` except the first and last of the model and those
+            with a dimension that is not a multiple of 16.
+        pad_inner_dim: Pad inner dimensions to a multiple of 16, as the hardware requires. None
+            takes the value of `config`, else ``ACCELERATE_FP8_PAD_INNER_DIM``, else True.
+        enable_fsdp_float8_all_gather: FSDP gathers the converted weights in 8 bits. None takes the
+            value of `config`, else ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, else True. No
             effect without FSDP.
 
     Raises:
@@ -123,7 +123,7 @@ class TERecipeKwargs(KwargsHandler):
         interval: Steps between updates of the scale (default 1).
         fp8_format: ``"HYBRID"``, E4M3 with E5M2 for gradients (default), ``"E4M3"`` or ``"E5M2"``.
         amax_history_len: Length of the history of largest values, in steps (default 1024).
-        amax_compute_algo: Value taken from it: ``"most_recent"`` (default) or ``"max"``.
+        amax_compute_algo: Value taken from the history: ``"most_recent"`` (default) or ``"max"``.
         override_linear_precision: Which of forward, input gradient and weight gradient run in a
             higher precision (default none).
         use_mxfp8_block_scaling: Scale blocks of values instead of tensors (default False).

@@ -37,47 +37,49 @@ _WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 class FullyShardedDataParallelPlugin:
     """Settings of fully sharded data parallelism by torch's ``fully_shard`` (FSDP 2).
 
-    Settings of FSDP 1 are understood where they have a meaning in FSDP 2, and refused elsewhere.
-    Choices may be members of torch's enumerations or their names in either case; they are stored as
-    names.
+    Settings of FSDP 1 are accepted if FSDP 2 has an equivalent, and raise an error otherwise.
+    Choices may be members of torch's enumerations or their names in upper or lower case; they are
+    stored as names.
 
     Attributes:
-        fsdp_version: 1 or 2: whose names the settings have; None takes ``FSDP_VERSION``, else 2.
+        fsdp_version: The version of FSDP whose setting names are used, 1 or 2; None takes
+            ``FSDP_VERSION``, else 2.
         reshard_after_forward: Release gathered parameters after forward, and gather them again for
             backward. False needs more memory and communicates less. None takes
             ``FSDP_RESHARD_AFTER_FORWARD``, else follows `sharding_strategy`.
-        sharding_strategy: FSDP 1's name for it: ``"FULL_SHARD"`` or ``"SHARD_GRAD_OP"``, and with
-            ``HYBRID_`` shards within each machine and replicates over machines. None takes
-            ``FSDP_SHARDING_STRATEGY``, else ``"FULL_SHARD"``.
-        auto_wrap_policy: Which submodules gather their parameters by themselves: a function of a
-            module, ``"transformer_based_wrap"`` (classes), ``"size_based_wrap"`` (number of
-            parameters) or ``"no_wrap"``. None takes ``FSDP_AUTO_WRAP_POLICY``, else the classes.
+        sharding_strategy: FSDP 1's name for `reshard_after_forward`: ``"FULL_SHARD"`` or
+            ``"SHARD_GRAD_OP"``. With the prefix ``HYBRID_`` it shards within each machine and
+            replicates over machines. None takes ``FSDP_SHARDING_STRATEGY``, else ``"FULL_SHARD"``.
+        auto_wrap_policy: Which submodules are units that gather their parameters separately: a
+            function of a module, ``"transformer_based_wrap"`` (classes), ``"size_based_wrap"``
+            (number of parameters) or ``"no_wrap"``. None takes ``FSDP_AUTO_WRAP_POLICY``, else the
+            classes.
         transformer_cls_names_to_wrap: The names of these classes; None takes
             ``FSDP_TRANSFORMER_CLS_TO_WRAP`` (separated by commas), else the model's own
             ``_no_split_modules``.
-        min_num_params: The least parameters of such a submodule; None takes
+        min_num_params: The minimum number of parameters of a unit; None takes
             ``FSDP_MIN_NUM_PARAMS``, else 100 million.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy``, a dict of its arguments or a name
             such as ``"bf16"``. None follows the `Accelerator`.
         cpu_offload: Keep shards in host memory: a bool, or torch's ``CPUOffloadPolicy``; None takes
             ``FSDP_OFFLOAD_PARAMS``, else False.
         ignored_modules: Submodules that are not sharded, or a regular expression for their names.
-        state_dict_type: ``"SHARDED_STATE_DICT"`` or ``"FULL_STATE_DICT"``, which makes no
-            difference: states are saved as shards, which load on any number of processes, and
-            `save_model` and ``trainer merge-weights`` write whole weights. None takes
-            ``FSDP_STATE_DICT_TYPE``, else ``"SHARDED_STATE_DICT"``.
-        state_dict_config: FSDP 1's; makes no difference.
-        optim_state_dict_config: FSDP 1's; makes no difference.
-        activation_checkpointing: Recompute the activations of these submodules in backward; None
-            takes ``FSDP_ACTIVATION_CHECKPOINTING``, else False.
-        activation_checkpointing_offload: Keep the inputs that they are recomputed from in host
-            memory until backward; None takes ``FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD``, else False.
-        cpu_ram_efficient_loading: Tell transformers that only the first process of each machine
-            need read weights in ``from_pretrained``, by setting this variable and
-            ``ACCELERATE_USE_FSDP`` when the Trainer or `Accelerator` is made. In every case all
-            processes receive rank 0's weights, and may have theirs on the meta device. None takes
+        state_dict_type: ``"SHARDED_STATE_DICT"`` or ``"FULL_STATE_DICT"``, with the same effect:
+            states are saved as shards, which load on any number of processes. `save_model` and
+            ``trainer merge-weights`` write whole weights. None takes ``FSDP_STATE_DICT_TYPE``, else
+            ``"SHARDED_STATE_DICT"``.
+        state_dict_config: FSDP 1's; has no effect.
+        optim_state_dict_config: FSDP 1's; has no effect.
+        activation_checkpointing: Recompute the activations of the units in backward; None takes
+            ``FSDP_ACTIVATION_CHECKPOINTING``, else False.
+        activation_checkpointing_offload: Keep the inputs of recomputed units in host memory until
+            backward; None takes ``FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD``, else False.
+        cpu_ram_efficient_loading: Only the first process of each machine reads weights in
+            ``from_pretrained`` of transformers: creating the Trainer or `Accelerator` sets this
+            variable and ``ACCELERATE_USE_FSDP``. All processes always receive rank 0's weights, so
+            the model may be on the meta device on other ranks. None takes
             ``FSDP_CPU_RAM_EFFICIENT_LOADING``, else False.
-        param_init_fn: Initialises a module of the meta device, on rank 0; None calls its
+        param_init_fn: Initialises a module that is on the meta device, on rank 0; None calls its
             ``reset_parameters``.
         backward_prefetch: FSDP 1's; must not be ``"BACKWARD_POST"``.
         limit_all_gathers: FSDP 1's; must be True.
@@ -236,7 +238,7 @@ class FullyShardedDataParallelPlugin:
         return str(self.sharding_strategy).startswith("HYBRID")
 
     def tell_transformers(self) -> None:
-        """Set the variables by which ``from_pretrained`` reads on the first process only."""
+        """Set the variables that let ``from_pretrained`` read only on the first process."""
         if self.cpu_ram_efficient_loading:
             environment.export(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 
@@ -246,10 +248,10 @@ class FullyShardedDataParallelPlugin:
             self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", ()) or ())
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Set `state_dict_type`; None leaves it as it is.
+        """Set `state_dict_type`; None leaves it unchanged.
 
         Raises:
-            ValueError: The name is unknown, or FSDP 2 does not have it.
+            ValueError: The name is unknown, or FSDP 2 does not support it.
         """
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
@@ -297,10 +299,10 @@ class FullyShardedDataParallelPlugin:
 
         Args:
             mixed_precision: The precision of the `Accelerator`, if the plugin has no policy. Its
-                autocast converts inputs, as without shards.
+                autocast converts inputs, as for models that are not sharded.
 
         Raises:
-            TypeError: `mixed_precision_policy` is something else, such as FSDP 1's.
+            TypeError: `mixed_precision_policy` has another type, such as FSDP 1's policy.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -81,7 +81,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         check_bool_fields(self)
 
     def warn_of_variable(self) -> None:
-        """Log a warning if the launcher asks for another number of steps than is used."""
+        """Log a warning if the launcher's number of steps is not the one in use."""
         if (named := environment.read_int(_STEPS)) not in (None, self.num_steps):
             logger.warning(
                 f"gradient_accumulation_steps={self.num_steps} from the script is used, not "
@@ -97,7 +97,7 @@ class AutocastKwargs(KwargsHandler):
 
     Attributes:
         enabled: False disables autocast: operations run in full precision.
-        cache_enabled: Keep the cast weights within one context; None leaves it to torch.
+        cache_enabled: Keep the cast weights within one context; None takes torch's default.
     """
 
     enabled: bool = True

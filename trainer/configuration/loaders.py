@@ -15,7 +15,7 @@ class DataLoaderConfiguration:
     Attributes:
         split_batches: Divide each batch of the user's loader among the processes, so that its size
             is the global batch size; False gives each process whole batches.
-        dispatch_batches: The main process reads all batches and sends the other processes theirs.
+        dispatch_batches: The main process reads all batches and sends each process its batches.
             None does so for iterable datasets only.
         even_batches: Give every process the same number of full batches by repeating samples from
             the beginning of the data; `gather_for_metrics` drops these duplicates. The `Trainer`
@@ -24,12 +24,13 @@ class DataLoaderConfiguration:
         non_blocking: Copy batches to the device asynchronously, one batch ahead and overlapping
             with computation; useful with pinned memory.
         use_stateful_dataloader: After `load_state`, or a prepared loader's ``load_state_dict``, the
-            next pass continues after the last batch that was handed out, without
-            `skip_first_batches`. It works for any loader and does not need torchdata.
+            next pass continues after the last batch that was read; `skip_first_batches` is not
+            needed. It works for any loader and does not need torchdata.
         data_seed: The seed of the order; None takes the seed that ``set_seed`` set.
-        presharded: The streams of the processes are different parts of the data already, and each
-            reads all of its own. Those that ``datasets.distributed.split_dataset_by_node`` or
-            webdataset's ``split_by_node`` has split are known without this.
+        presharded: The stream of each process is already a different part of the data, and each
+            process reads all of its stream. Streams split by
+            ``datasets.distributed.split_dataset_by_node`` or webdataset's ``split_by_node`` are
+            detected without this option.
 
     Raises:
         TypeError: A value is not a bool (or, for `dispatch_batches`, None), or `data_seed` no int.

@@ -91,22 +91,21 @@ _NEUTRAL = {  # values that ask for nothing either
 class MegatronLMPlugin:
     """How a model of megatron-core is divided over the processes.
 
-    Of `tp_degree` to `use_distributed_optimizer`, and of the fields that describe the model, each
-    that is None takes the environment variable ``MEGATRON_LM_<NAME>``. What describes the model is
-    for its configuration: ``TransformerConfig(…, **plugin.transformer_arguments())``. Fields that
-    are not listed belong to Megatron-LM's own programs; only their defaults can be used, and
-    the error says what to do instead.
+    Fields from `tp_degree` to `use_distributed_optimizer`, and those that describe the model, take
+    the environment variable ``MEGATRON_LM_<NAME>`` if they are None. Pass the fields that describe
+    the model to its configuration: ``TransformerConfig(…, **plugin.transformer_arguments())``.
+    Fields that are not listed belong to Megatron-LM's own programs and must keep their defaults;
+    the error says what to use instead.
 
     Attributes:
         tp_degree: How many processes share each layer; default 1.
-        pp_degree: How many stages of layers the model has, one after the other; default 1.
-        num_micro_batches: Into how many micro-batches the Trainer cuts each batch along its first
-            dimension, so that the stages work at the same time; default 1.
-        gradient_clipping: The maximum norm of an update for which the run asks for none with
-            ``max_grad_norm`` or ``clip_grad_norm_``; default 1.0; 0 clips nothing.
+        pp_degree: The number of consecutive pipeline stages of layers; default 1.
+        num_micro_batches: The number of micro-batches into which the Trainer splits each batch
+            along its first dimension, so that the stages work in parallel; default 1.
+        gradient_clipping: The maximum gradient norm if the run sets none with ``max_grad_norm`` or
+            ``clip_grad_norm_``; default 1.0; 0 disables clipping.
         sequence_parallelism: Whether processes that share layers divide the sequence between them.
-        recompute_activations: Whether the activations of the attention are computed again in
-            backward.
+        recompute_activations: Whether to recompute the activations of the attention in backward.
         recompute_granularity: ``"full"`` or ``"selective"``.
         recompute_method: ``"uniform"`` or ``"block"``.
         recompute_num_layers: See megatron-core.
@@ -114,19 +113,19 @@ class MegatronLMPlugin:
         attention_dropout: The dropout of the attention.
         hidden_dropout: The dropout of hidden states.
         attention_softmax_in_fp32: Whether the softmax of the attention is in float32.
-        use_rotary_position_embeddings: Whether the model has rotary position embeddings; compared
-            with it.
+        use_rotary_position_embeddings: Whether the model has rotary position embeddings; checked
+            against the model.
         seq_length: The length of all sequences. With it, stages need not send each other shapes.
-        train_iters: The updates of the schedule of `MegatronLMDummyScheduler`, which has the
-            following ones, too.
+        train_iters: The number of updates of the schedule of `MegatronLMDummyScheduler`; the
+            following fields belong to this schedule too.
         weight_decay_incr_style: How the weight decay changes from `start_weight_decay` to
             `end_weight_decay`: ``"constant"``, ``"linear"`` or ``"cosine"``.
         start_weight_decay: The first weight decay; None is the optimizer's.
         end_weight_decay: The last weight decay; None is the optimizer's.
         lr_decay_style: How the learning rate decays: ``"constant"``, ``"linear"`` or ``"cosine"``.
-        lr_decay_iters: In how many updates; None is `train_iters`.
-        lr_warmup_iters: How many of them warm up.
-        lr_warmup_fraction: The same as a fraction.
+        lr_decay_iters: The number of updates of the decay; None is `train_iters`.
+        lr_warmup_iters: The number of warm-up updates.
+        lr_warmup_fraction: The warm-up as a fraction of the schedule.
         min_lr: The last learning rate.
         is_train_batch_min: Has no effect: batches of any size are cut.
 
@@ -252,7 +251,7 @@ class MegatronLMPlugin:
         """Return the plugin; a new one if ``ACCELERATE_USE_MEGATRON_LM`` is set, else None.
 
         Raises:
-            TypeError: Something else is given.
+            TypeError: An argument has another type.
         """
         if given is None:
             return cls() if environment.read_flag("ACCELERATE_USE_MEGATRON_LM") else None
@@ -261,10 +260,10 @@ class MegatronLMPlugin:
         return plugin
 
     def check_supported(self) -> None:
-        """Check that only what the engine can do is asked for.
+        """Check that the engine supports all settings.
 
         Raises:
-            NotImplementedError: Something else is; the message names all of it.
+            NotImplementedError: A setting is not supported; the message names all of them.
         """
         plain = {name: field.default for name, field in self.__dataclass_fields__.items()}
         asked = [
@@ -293,8 +292,8 @@ class MegatronLMPlugin:
         """Return arguments of megatron-core's ``TransformerConfig``.
 
         Args:
-            mixed_precision: The run's: with ``"bf16"`` the model has bfloat16 weights, whose
-                float32 copies are updated.
+            mixed_precision: The precision of the run. With ``"bf16"`` the model has bfloat16
+                weights, and the optimizer updates float32 copies.
         """
         import torch
 

@@ -35,8 +35,8 @@ class TorchContextParallelConfig:
     """Settings of ``cp_size`` above 1.
 
     Attributes:
-        cp_comm_strategy: ``"allgather"``: each process gets the keys and values of all. None takes
-            ``PARALLELISM_CONFIG_CP_COMM_STRATEGY``, else ``"allgather"``.
+        cp_comm_strategy: ``"allgather"``: each process gathers the keys and values of all
+            processes. None takes ``PARALLELISM_CONFIG_CP_COMM_STRATEGY``, else ``"allgather"``.
 
     Raises:
         ValueError: The strategy is unknown.
@@ -66,15 +66,16 @@ class DeepSpeedSequenceParallelConfig:
     """Settings of ``sp_size`` above 1, which is not supported yet.
 
     Attributes:
-        sp_seq_length: The number of positions, if it is that of all batches; None takes
+        sp_seq_length: The number of positions, if all batches have the same number; None takes
             ``PARALLELISM_CONFIG_SP_SEQ_LENGTH``.
-        sp_seq_length_is_variable: Whether it differs between batches; None takes
-            ``PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE``, else True.
+        sp_seq_length_is_variable: Whether the number of positions differs between batches; None
+            takes ``PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE``, else True.
         sp_attn_implementation: The attention of transformers; None takes
             ``PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION``.
 
     Raises:
-        ValueError: The length is not positive, or missing where it is that of all batches.
+        ValueError: The length is not positive, or is missing although all batches have the same
+            length.
         TypeError: A value has another type.
     """
 
@@ -137,23 +138,26 @@ class ParallelismConfig:
             (pipeline parallel), in the `Trainer`. None takes ``PARALLELISM_CONFIG_PP_SIZE``, else
             1.
         pp_schedule: The order of forward and backward passes: ``"gpipe"`` runs all forward passes
-            first, ``"1f1b"`` alternates and so keeps the activations of at most `pp_size`
-            micro-batches, ``"interleaved"`` does so with several stages on each process. None
+            first, ``"1f1b"`` alternates them and keeps the activations of at most `pp_size`
+            micro-batches, ``"interleaved"`` does the same with several stages on each process. None
             takes ``PARALLELISM_CONFIG_PP_SCHEDULE``, else ``"1f1b"``.
-        pp_microbatches: Into how many micro-batches each batch of the loader is cut; None takes
-            ``PARALLELISM_CONFIG_PP_MICROBATCHES``, else 4 for each process of a pipeline.
+        pp_microbatches: The number of micro-batches into which each batch of the loader is split;
+            None takes ``PARALLELISM_CONFIG_PP_MICROBATCHES``, else 4 for each process of a
+            pipeline.
         pp_stages_per_rank: The stages of each process, with ``"interleaved"``; None takes
-            ``PARALLELISM_CONFIG_PP_STAGES_PER_RANK``, else 2 there and 1 otherwise.
+            ``PARALLELISM_CONFIG_PP_STAGES_PER_RANK``, else 2 with ``"interleaved"`` and 1
+            otherwise.
         pp_split: The layers with which the second and later stages begin, by their names in the
-            module, such as ``["model.layers.8"]``: they are children of one module, which runs them
-            in their order. None: the module's ``pp_plan``, a list like this; else the blocks of
-            the model, in stages with about as many parameters.
+            module, such as ``["model.layers.8"]``. They must be children of one module that runs
+            them in order. None takes the module's ``pp_plan``, a list of the same form, else
+            divides the blocks of the model into stages of about equal numbers of parameters.
         cp_backend: ``"torch"``; None takes ``PARALLELISM_CONFIG_CP_BACKEND``, else ``"torch"``.
-        sp_size: The same by DeepSpeed's Ulysses; not supported yet. None takes
-            ``PARALLELISM_CONFIG_SP_SIZE``, else 1.
-        sp_backend: ``"deepspeed"``; None takes ``PARALLELISM_CONFIG_SP_BACKEND``, else that.
-        tp_handler: Settings of tensor parallelism; None is the default ones.
-        cp_handler: Settings of context parallelism; None is the default ones, if `cp_size` is above
+        sp_size: Processes that share each sequence by DeepSpeed's Ulysses; not supported yet. None
+            takes ``PARALLELISM_CONFIG_SP_SIZE``, else 1.
+        sp_backend: ``"deepspeed"``; None takes ``PARALLELISM_CONFIG_SP_BACKEND``, else
+            ``"deepspeed"``.
+        tp_handler: Settings of tensor parallelism; None takes the defaults.
+        cp_handler: Settings of context parallelism; None takes the defaults if `cp_size` is above
             1.
         sp_handler: Settings of `sp_size`, which have no effect while it is 1.
 
@@ -246,12 +250,12 @@ class ParallelismConfig:
     def requested(
         cls, given: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None = None
     ) -> ParallelismConfig | None:
-        """Return the given one or the plugin's, or if a variable asks for it, a new one.
+        """Return the configuration or that of the plugin, or a new one if a variable requests it.
 
         The variable is ``ACCELERATE_USE_PARALLELISM_CONFIG``.
 
         Raises:
-            ValueError: Both are given.
+            ValueError: Both arguments are passed.
         """
         check_type("parallelism_config", given, cls)
         check_type("torch_tp_plugin", plugin, TorchTensorParallelPlugin)
@@ -364,10 +368,10 @@ class ParallelismConfig:
         return self.device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Return the mesh; it is built in the first call.
+        """Return the mesh; the first call builds it.
 
         Raises:
-            ValueError: It has not been built, and `device_type` is not given.
+            ValueError: The mesh has not been built, and `device_type` was not passed.
         """
         if self.device_mesh is None:
             if device_type is None:
@@ -412,10 +416,10 @@ _made: tuple[Any, dict[Any, DeviceMesh]] = (None, {})  # the default group, and 
 
 
 def device_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Return a mesh of all processes; collective when it is the first of its kind.
+    """Return a mesh of all processes; collective for the first mesh of a layout.
 
     Nothing frees the process groups of a mesh, each of which has a communicator or polling threads,
-    so a second run of the same layout gets the mesh of the first.
+    so a second run with the same layout reuses the mesh of the first.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, …

@@ -11,6 +11,9 @@ micro-batch as weights, and `Pipeline.backward` learns what the loop has applied
 
 Elsewhere, such as in an evaluation, the stages run one after the other, and all get the output of
 the last one.
+
+Processes that have the same stage may share its weights, see `trainer.engines.stage_shards`: they
+are gathered for each batch, and then run like those of a stage that one process has.
 """
 
 from __future__ import annotations

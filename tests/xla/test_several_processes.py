@@ -23,6 +23,7 @@ import torch_xla.debug.metrics as counted
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from trainer import Accelerator, Trainer, TrainModule, set_seed
+from trainer.distributed.guards import call_counts
 
 
 def loader(samples, processes, shuffle=True):
@@ -45,7 +46,7 @@ class Model(TrainModule):
             self.net.append(nn.BatchNorm1d(1))
         if unused:
             self.unused = nn.Linear(2, 2)
-        self.compiled, self.executed = [], []
+        self.compiled, self.executed, self.checked = [], [], []
 
     def training_step(self, batch, batch_idx):
         loss = (self.net(batch[0]) - batch[1]).square().mean()
@@ -64,6 +65,7 @@ class Model(TrainModule):
         new, known = map(counted.counter_value, ("UncachedCompile", "CachedCompile"))
         self.compiled.append(new or 0)
         self.executed.append((new or 0) + (known or 0))
+        self.checked.append(call_counts.joint)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -168,6 +170,7 @@ def main(index=0):
         "half": numbers(half),
         "compiled": longer.compiled,
         "executed": longer.executed,
+        "checked": longer.checked,
         "buffers": accelerator.gather(buffers).tolist(),
         "resumed": weights(resumed) == weights(whole),
         "loop": own_loop(),
@@ -301,6 +304,11 @@ def test_each_shape_is_compiled_once(results):
     assert len(compiled) == 8
     assert len(set(compiled[4:])) == 1
     assert executed[5] - executed[4] == 2  # gradients, update
+
+
+def test_a_window_of_a_model_without_buffers_broadcasts_nothing(results):
+    checked = results[2]["checked"]
+    assert [checked[at + 1] - checked[at] for at in (0, 2, 4, 6)] == [0] * 4  # within an epoch
 
 
 def test_a_run_moves_to_other_devices_and_numbers_of_processes(folders):

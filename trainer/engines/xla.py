@@ -119,4 +119,5 @@ class XLAReplicas(XLADevice, Replicas):
         return self.step_sync.count(vector.grad)
 
     def _send_buffers(self) -> None:
-        self.broadcast_buffers()
+        if next(self.module.buffers(), None) is not None:
+            self.broadcast_buffers()

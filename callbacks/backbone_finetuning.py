@@ -355,8 +355,9 @@ class BackboneFinetuning(BaseFinetuning):
         except AttributeError:
             submodules = ", ".join(name for name, _ in module.named_children()) or "none"
             raise ValueError(
-                f"{type(module).__name__} has no part {self.backbone!r} when fit begins; its parts "
-                f"are {submodules}. Create it in __init__, or name another with backbone=..."
+                f"{type(module).__name__} has no submodule {self.backbone!r} when fit begins; "
+                f"its submodules are {submodules}. Create it in __init__, or name another with "
+                "backbone=..."
             ) from None
 
 

@@ -175,7 +175,7 @@ def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
         _load(others[entry])
     if entry not in _REGISTRY:
         choices = choice_error("log_with", entry, [_ALL, *_REGISTRY, *others])
-        raise ValueError(f"{choices} Add a class of your own with register_tracker.")
+        raise ValueError(f"{choices} Register a custom class with register_tracker.")
     return [_REGISTRY[entry]]
 
 

@@ -138,7 +138,7 @@ class Worker:
 
     def _abandon(self) -> None:
         """Drop all waiting calls except `finish`, so that the thread may still close the run."""
-        text = f"The tracker {self._tracker.name!r} was finished before it made this call."
+        text = f"The tracker {self._tracker.name!r} was finished before this call ran."
         for call in self.pending.clear():
             if call.future is not None:
                 call.future.set_exception(TimeoutError(text))

@@ -1624,8 +1624,8 @@ def _with_options(
     config: DataLoaderConfiguration | None, **options: bool | None
 ) -> DataLoaderConfiguration:
     """Return a copy of the configuration with the options that are not None replaced."""
-    said = {name: value for name, value in options.items() if value is not None}
-    return replace(config or DataLoaderConfiguration(), **said)
+    options_passed = {name: value for name, value in options.items() if value is not None}
+    return replace(config or DataLoaderConfiguration(), **options_passed)
 
 
 def _chosen_deepspeed(
@@ -1719,8 +1719,8 @@ def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> Tor
         return TorchDynamoPlugin(backend=backend)
     if backend is not None:
         raise ValueError(
-            "Pass dynamo_backend or dynamo_plugin, not both; the plugin says "
-            f"{plugin.backend}, the argument {backend}."
+            "Pass dynamo_backend or dynamo_plugin, not both; the plugin has "
+            f"backend={plugin.backend}, the argument is {backend}."
         )
     return plugin
 

@@ -25,8 +25,8 @@ HOOKS = {
 """Of modules, data modules and callbacks."""
 
 _EPOCH_END = (
-    "outputs are not collected: keep what you need in a list of your own in {0}_step, and use and "
-    "clear it in on_{1}_epoch_end(self); metrics need only self.log in {0}_step"
+    "outputs are not collected: append what you need to a list in {0}_step, and use and clear it "
+    "in on_{1}_epoch_end(self); metrics need only self.log in {0}_step"
 )
 _STEP_END = "do it at the end of {0}_step: every process runs the whole step on its own batch"
 _MODE = (

@@ -303,8 +303,8 @@ def _chosen(
     unnamed = [name for name in calls[-1] if name.startswith("*") and name[1:] not in skipped]
     if unnamed and not names:
         raise TypeError(
-            f"{cls} was given positional arguments in {unnamed[0]}, which have no names to keep "
-            f"them under. Pass them by name, or leave them out: ignore={unnamed[0][1:]!r}."
+            f"{cls} was given positional arguments in {unnamed[0]}, which have no names to save "
+            f"them under. Pass them by name, or exclude them: ignore={unnamed[0][1:]!r}."
         )
     return {name: values[name] for name in names or values}
 

@@ -24,7 +24,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # g
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
-        self._said: set[tuple[str, ...]] = set()
+        self._logged: set[tuple[str, ...]] = set()
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log on the main process, on all processes, or on all in order of rank.
@@ -66,9 +66,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # g
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """``warning``, unless this logger has already logged the same message."""
-        said = (str(msg), *map(repr, args))
-        if said not in self._said:
-            self._said.add(said)
+        message = (str(msg), *map(repr, args))
+        if message not in self._logged:
+            self._logged.add(message)
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             self.log(logging.WARNING, msg, *args, **kwargs)
 

@@ -552,8 +552,8 @@ class TrainModule(nn.Module):
         """
         if not use_pl_optimizer:
             raise ValueError(
-                "optimizers(use_pl_optimizer=False) asks for the bare optimizers, whose updates "
-                "would be neither counted nor averaged over the processes; leave it out."
+                "optimizers(use_pl_optimizer=False) returns the bare optimizers, whose updates "
+                "are neither counted nor averaged over the processes; leave it out."
             )
         prepared = self.trainer.optimizers
         return prepared[0] if len(prepared) == 1 else list(prepared)

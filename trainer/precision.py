@@ -468,9 +468,9 @@ def _refusals_explained(optimizer: Optimizer) -> Iterator[None]:
         if not narrow or not any(text in str(error) for text in _REFUSALS):
             raise
         raise ValueError(
-            "mixed_precision='fp16' needs float32 parameters, but some that the optimizer updates "
-            f"are {' and '.join(sorted(narrow))} ({error}). Convert them with module.float(): "
-            "autocast computes in float16 all the same. Or pass mixed_precision='no'."
+            "mixed_precision='fp16' needs float32 parameters, but some that the optimizer "
+            f"updates are {' and '.join(sorted(narrow))} ({error}). Convert them with "
+            "module.float(): autocast still computes in float16. Or pass mixed_precision='no'."
         ) from error
 
 

@@ -192,7 +192,7 @@ def _parse_rng_type(kind: str | RNGType, generator: torch.Generator | None) -> s
             f"{choice_error('rng_types', str(kind), choices)} This process uses {used}."
         )
     if kind == RNGType.GENERATOR and generator is None:
-        raise ValueError("rng_types has 'generator', but no generator was given: pass generator=.")
+        raise ValueError("rng_types has 'generator', but no generator was passed: pass generator=.")
     return str(kind)
 
 

@@ -508,7 +508,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     first = tables[0]
     if any(table.keys() != first.keys() for table in tables):
         keys = " and ".join(dict.fromkeys(str(list(table)) for table in tables))
-        raise ValueError(f"concatenate was given trees of different structure: {keys}.")
+        raise ValueError(f"concatenate got trees of different structure: {keys}.")
     return rebuild(data[0], [concatenate([table[key] for table in tables], dim) for key in first])
 
 

@@ -422,7 +422,7 @@ def test_another_name_of_the_backbone_and_verbose_rates(capsys):
         "BackboneFinetuning: epoch 1, learning rates 0.02, 0.002",
         "BackboneFinetuning: epoch 2, learning rates 0.02, 0.004",
     ]
-    with pytest.raises(ValueError, match=r"no part 'backbone'.* are fixed, head, model\."):
+    with pytest.raises(ValueError, match=r"no submodule 'backbone'.* are fixed, head, model\."):
         fit(BackboneFinetuning(1), Nested)
 
 

@@ -95,7 +95,7 @@ def test_arguments_that_are_times_and_objects(tmp_path):
     assert not trainer.is_last_batch
     with pytest.raises(AttributeError, match=r"min_epochs cannot be set after"):
         trainer.min_epochs = 3
-    with pytest.raises(TypeError, match="No model was given"):
+    with pytest.raises(TypeError, match="No model was passed"):
         trainer.test()
     with pytest.raises(ValueError, match="profiler is 'fast'"):
         L.Trainer(accelerator="cpu", profiler="fast")

@@ -220,7 +220,7 @@ def test_finish_leaves_a_tracker_that_hangs_behind(caplog):
     assert "lost 2 records" in warning.getMessage()
     assert "abandoned in `log` after 0.01 seconds" in warning.getMessage()
     assert background.dropped == 2
-    with pytest.raises(TimeoutError, match="was finished before it made this call"):
+    with pytest.raises(TimeoutError, match="was finished before this call ran"):
         future.result()
     # Where the tracker goes on at last, its run is closed and the thread ends.
     blocking.release.set()

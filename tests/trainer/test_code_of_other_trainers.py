@@ -358,7 +358,7 @@ def test_what_is_recommended_for_them_are_arguments():
         ("auto_lr_find", True, "Tuner(...).lr_find"),
         ("output_dir", "runs", "use project_dir"),
         ("train_dataset", [1], "fit(module, DataLoader("),
-        ("even_batches", True, "leave it out: each process reads whole batches"),
+        ("even_batches", True, "leave it out: each process reads separate whole batches"),
         ("ddp_backend", "gloo", "InitProcessGroupKwargs(backend=...)"),
         # what is on by default
         ("enable_checkpointing", True, "leave it out: checkpointing=True is the default"),
@@ -888,7 +888,7 @@ def test_gradients_are_clipped_as_lightnings_arguments_say():
     assert gradients.tolist() == [3.0, 3.5]
     with pytest.raises(ValueError, match="gradient_clip_algorithm is 'norms'"):
         clipped(gradient_clip_val=1.0, gradient_clip_algorithm="norms")
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass one of them"):
         clipped(gradient_clip_val=1.0, max_grad_norm=1.0)
 
 

@@ -149,7 +149,7 @@ def test_lightnings_names_of_arguments_are_taken():
     assert len(trainer.predict(model=again, dataloaders=loader())) == len(loader())
     with pytest.raises(TypeError, match="fit got both module= and model="):
         trainer.fit(module, model=again)
-    with pytest.raises(TypeError, match="fit was given None"):
+    with pytest.raises(TypeError, match="fit got None"):
         trainer.fit()
 
     class Pretrained(Net):

@@ -183,7 +183,7 @@ def test_a_datamodule_is_asked_with_its_trainer_and_the_limits_hold():
 @pytest.mark.parametrize("argument", ["train_dataloaders", "val_dataloaders"])
 def test_passed_loaders_cannot_be_reloaded(argument):
     hook = argument[:-1]
-    fix = rf"n_epochs is 2, but fit was given {argument}.*Define {hook} .* at 0"
+    fix = rf"n_epochs is 2, but fit got {argument}.*Define {hook} .* at 0"
     with pytest.raises(ValueError, match=fix):
         quiet_trainer(max_epochs=1, reload_dataloaders_every_n_epochs=2).fit(
             Net(), **{argument: DataLoader(torch.zeros(2, 1))}
@@ -224,9 +224,9 @@ class Endless(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (lambda: Later([]), "train_dataloader of Later returned none"),
+        (lambda: Later([]), "train_dataloader of Later returned no loader"),
         (lambda: Later(DataLoader([])), "train loader is empty"),
-        (lambda: Later(DataLoader(Endless())), r"val_every is 0\.5 epochs.*no length"),
+        (lambda: Later(DataLoader(Endless())), r"val_every is 0\.5 epochs.*with a length"),
         (lambda: Later(val=lambda: None), "val_dataloader returned nothing in epoch 1"),
         (lambda: Later(val=list), "val_dataloader returned nothing in epoch 1"),
         (lambda: Later(val=lambda: DataLoader([])), "validate loader is empty"),

@@ -290,7 +290,7 @@ def test_generators_follow_rank_0(ranks3):
         (["torch", "numpy"], "rng_types is 'numpy'; it must be one of 'generator', 'torch'"),
         (["xla"], "rng_types is 'xla'; it must be one of"),
         ([RNGType.CUDA], "rng_types is 'cuda'.* This process uses cpu"),
-        (["torch", "generator"], "no generator was given: pass generator="),
+        (["torch", "generator"], "no generator was passed: pass generator="),
     ],
 )
 def test_missing_generators_are_refused(rng_types, text):

@@ -913,7 +913,7 @@ def test_a_hook_that_returned_no_loader_is_named(stage, hook, nothing, owner):
     module, data = net(), DataModule()
     holder = module if owner == "module" else data
     setattr(holder, hook, lambda: nothing)
-    warned = f"{hook} of {type(holder).__name__} returned none. Return a loader"
+    warned = f"{hook} of {type(holder).__name__} returned no loader. Return a loader"
     fails(lambda: getattr(make(), stage)(module, datamodule=data), ValueError, warned)
 
 

@@ -272,8 +272,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             number = info.get(_NUMBER)
             if number is not None and (opened.metadata() or {}).get(_NUMBER) != number:
                 raise CheckpointError(
-                    f"{file} is not the weight that was written: another model has written to the "
-                    "same folder. Give each model an offload folder of its own."
+                    f"{file} is not the weight that was written: another model has written to "
+                    "the same folder. Give each model a separate offload folder."
                 )
             weight: Tensor = opened.get_tensor(name)
         wanted = parse_dtype(info.get("dtype") or weight.dtype)

@@ -184,8 +184,10 @@ def _configuration(path: Path | None) -> str:
         return f"{place} (does not exist)"
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         return f"{place}: {error}"
-    said = [f"{name}={value}" for name, value in settings.items()]
-    return f"{place}: {', '.join(said) or 'empty'}" + "".join(f"; {note}" for note in notes)
+    settings_text = [f"{name}={value}" for name, value in settings.items()]
+    return f"{place}: {', '.join(settings_text) or 'empty'}" + "".join(
+        f"; {note}" for note in notes
+    )
 
 
 def _devices() -> list[str]:

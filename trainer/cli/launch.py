@@ -33,7 +33,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
                 "train.py",
             ),
             ("restart all processes up to three times after failures", "--max_restarts 3 train.py"),
-            ("a program for Lightning as it is", "--as_lightning train.py"),
+            ("an unchanged program for Lightning", "--as_lightning train.py"),
             ("a batch script for SLURM", "--slurm --num_machines 2 --num_processes 8 train.py"),
             ("show what would be started", "--dry_run --cpu --num_processes 2 train.py"),
         ],

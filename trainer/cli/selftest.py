@@ -61,12 +61,12 @@ def _run() -> int:
     failed = 0
     for name, check in checks.items():
         try:
-            said, wrong = check(accelerator, folder), None
+            detail, wrong = check(accelerator, folder), None
         except CheckError as error:
-            said, wrong = "", f"rank {accelerator.process_index}: {error}"
+            detail, wrong = "", f"rank {accelerator.process_index}: {error}"
         verdicts = accelerator.gather_for_metrics([wrong], use_gather_object=True)
         failures = "\n".join(verdict for verdict in verdicts if verdict)
-        accelerator.print(f"{name:<14} " + (f"FAILED  {failures}" if failures else f"ok  {said}"))
+        accelerator.print(f"{name:<14} " + (f"FAILED  {failures}" if failures else f"ok  {detail}"))
         failed += bool(failures)
     if accelerator.is_local_main_process:
         shutil.rmtree(folder, ignore_errors=True)  # maybe by several machines at once

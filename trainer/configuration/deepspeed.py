@@ -45,7 +45,7 @@ _PLACES = {
 _REFUSED = {
     "amp": "use mixed_precision",
     "torch_autocast": "use mixed_precision",
-    "elasticity": "a run resumes on any number of processes by itself",
+    "elasticity": "a run resumes on any number of processes without it",
     "autotuning": "use the Tuner",
     "curriculum_learning": "choose batches in the data loader",
     "data_efficiency": "choose batches in the data loader",

@@ -17,7 +17,7 @@ from trainer.checks import (
 )
 from trainer.configuration.fields import fill, setting
 
-_REFUSED = ("bool", "not supported: the error says what to use")
+_REFUSED = ("bool", "not supported; the error message names the replacement")
 _ONLY_ONE = ("count", "only 1 is supported")
 _CHOICES = {
     "weight_decay_incr_style": ("constant", "linear", "cosine"),
@@ -33,8 +33,8 @@ _INSTEAD = {
     "optimizer_cpu_offload": "use deepspeed_plugin with offload_optimizer_device='cpu'",
     "overlap_cpu_optimizer_d2h_h2d": "it belongs to optimizer_cpu_offload",
     "use_precision_aware_optimizer": "it needs the optimizer of TransformerEngine",
-    "no_load_optim": "pass the path of a checkpoint of weights alone as ckpt_path",
-    "no_save_optim": "ModelCheckpoint(save_weights_only=True) saves weights alone",
+    "no_load_optim": "pass the path of a weights-only checkpoint as ckpt_path",
+    "no_save_optim": "ModelCheckpoint(save_weights_only=True) saves only weights",
     "eod_mask_loss": "mask the loss in training_step",
     "attention_backend": "set attention_backend of the model's TransformerConfig",
     "calculate_per_token_loss": "return the number of tokens from count_items",
@@ -48,11 +48,11 @@ _INSTEAD = {
     "train_samples": "count in updates: train_iters",
     "lr_decay_samples": "count in updates: lr_decay_iters",
     "lr_warmup_samples": "count in updates: lr_warmup_iters",
-    "consumed_samples": "a run resumes its data by itself: ckpt_path='auto'",
+    "consumed_samples": "a run resumes its data with ckpt_path='auto'",
     "no_wd_decay_cond": "make parameter groups in configure_optimizers",
     "scale_lr_cond": "make parameter groups in configure_optimizers",
     "lr_mult": "make parameter groups in configure_optimizers",
-    "megatron_dataset_flag": "pass a DataLoader: its data sets belong to the repository",
+    "megatron_dataset_flag": "pass a DataLoader; Megatron-LM has these data sets in its repository",
     "custom_megatron_datasets_provider_function": "pass a DataLoader",
     "tensorboard_dir": "use log_with='tensorboard'",
     "set_all_logging_options": "use log_with='tensorboard'",
@@ -65,8 +65,8 @@ _INSTEAD = {
     "custom_prepare_model_function": "build the model in configure_model",
     "custom_get_batch_function": "write training_step",
     "custom_loss_function": "write training_step",
-    "other_megatron_args": "give the model's TransformerConfig what it takes; the parser of "
-    "arguments belongs to the repository",
+    "other_megatron_args": "pass the settings to the model's TransformerConfig; the argument "
+    "parser is part of the Megatron-LM repository",
 }
 _OF_SCHEDULE = (  # followed by MegatronLMDummyScheduler alone
     "train_iters",

@@ -269,7 +269,7 @@ def pad_across_processes(
         size = size_of(leaf)
         if leaf.is_nested:
             warnings.warn(
-                "pad_across_processes leaves a nested tensor as it is; convert it with "
+                "pad_across_processes does not change a nested tensor; convert it with "
                 "torch.nested.to_padded_tensor(tensor, padding) first.",
                 CannotPadNestedTensorWarning,
                 stacklevel=2,

@@ -133,9 +133,9 @@ def complaint(rank: int, notes: Sequence[Note], silent: set[int], patience: floa
     waiters = [rank for rank, note in enumerate(notes) if note.waits and rank not in silent]
     phase, _, seconds, *_ = notes[rank]
     others = [
-        said
+        description
         for rank, note in enumerate(notes)
-        if rank not in waiters and (said := _describe(rank, note, rank in silent, patience))
+        if rank not in waiters and (description := _describe(rank, note, rank in silent, patience))
     ]
     if others:
         ranks = ", ".join(map(str, waiters))

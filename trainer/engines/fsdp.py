@@ -99,8 +99,9 @@ class FullyShard(SingleDevice):
         self._tp_mesh = mesh["tp"] if "tp" in names else None
         if self._tp_mesh is not None and options.fp8_layers is not None:
             raise NotImplementedError(
-                "mixed_precision='fp8' is not supported with tensor parallel layers (tp_size above "
-                "1): use mixed_precision='bf16', or shard the model with dp_shard_size alone."
+                "mixed_precision='fp8' is not supported with tensor parallel layers (tp_size "
+                "above 1): use mixed_precision='bf16', or shard the model only with "
+                "dp_shard_size."
             )
         logs = self._tp_mesh is None or self._tp_mesh.get_local_rank() == 0
         self.parallel = Parallel(

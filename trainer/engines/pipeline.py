@@ -694,8 +694,8 @@ class Pipeline(SingleDevice):
         if not current.calls:
             plan = self.layers.plan
             raise RuntimeError(
-                f"training_step has not run {plan.layers[plan.starts[-1]]}, with which the last "
-                "stage begins: call the model once for each batch."
+                f"training_step has not run {plan.layers[plan.starts[-1]]}, the first layer of "
+                "the last stage: call the model once for each batch."
             )
         check_known((outputs,), {}, "training_step's loss")
         loss = required_loss(outputs)

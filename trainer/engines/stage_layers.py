@@ -249,9 +249,9 @@ class StageLayers:
             )
         if index in self.plan.starts[1:] and given is not current.latest:
             raise RuntimeError(
-                f"{layers[index]}, with which a stage begins, does not get what "
-                f"{layers[index - 1]} returned: the code between them would run on no stage. Put "
-                "it into a layer, or let the stages begin elsewhere (pp_split)."
+                f"{layers[index]}, the first layer of a stage, does not get the output of "
+                f"{layers[index - 1]} as its input: no stage would run the code between them. "
+                "Put it into a layer, or let the stages begin elsewhere (pp_split)."
             )
         if current.stage is None and given is not None:
             current.found.setdefault(index, Boundary(given))
@@ -382,8 +382,8 @@ def _received_in(
         if not args and isinstance(value, Absent):
             return args, {**kwargs, name: received}
     raise RuntimeError(
-        f"{layer}, with which a stage begins, does not get what the layer before it returns as its "
-        "first argument: let another layer begin the stage."
+        f"{layer}, the first layer of a stage, does not get the output of the layer before it as "
+        "its first argument: start the stage at another layer."
     )
 
 

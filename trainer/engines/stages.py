@@ -153,7 +153,7 @@ def _named(
     parts = dict(module.named_modules())
     for name in names:
         if name not in parts:
-            what = f"A layer of {type(module).__name__} with which a stage begins"
+            what = f"A layer of {type(module).__name__} that begins a stage"
             raise ValueError(choice_error(what, name, [n for n in parts if n]))
     containers = {name.rpartition(".")[0] for name in names}
     if len(names) != stages - 1 or len(containers) != 1:

@@ -162,7 +162,8 @@ def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str)
     if precision not in ("no", made):
         raise ValueError(
             f"mixed_precision is {precision!r}, but this process has an `Accelerator` with "
-            f"{made!r}. Restart the notebook and do not create one outside the function."
+            f"{made!r}. Restart the notebook, and create the `Accelerator` only inside the "
+            "function."
         )
     variable = environment.patch_environment(ACCELERATE_MIXED_PRECISION=precision)
     try:

@@ -324,7 +324,7 @@ def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfigura
     numbers = [name for name in names if name.lstrip("+-").isdecimal()]
     if there and set(numbers) <= existing and len(set(names)) == len(names):
         return
-    option = f"gpu_ids is {ids!r}" if ids else "--multi_gpu asks for accelerators"
+    option = f"gpu_ids is {ids!r}" if ids else "--multi_gpu needs accelerators"
     devices = f"accelerators {', '.join(sorted(existing, key=int))}" if there else "no accelerator"
     count = f" --num_processes {len(names)}" if len(names) > 1 else ""
     more = "" if configuration.num_processes else count

@@ -427,9 +427,9 @@ def accelerator_for_trainer(
                 f"{ready.mixed_precision!r}: leave one of them out."
             )
         ready.precision.dtype = dtype
-    elif said := [name for name, value in {"dtype": dtype, **options}.items() if value]:
+    elif passed := [name for name, value in {"dtype": dtype, **options}.items() if value]:
         raise ValueError(
-            f"Pass accelerator, or {', '.join(said)} for the Trainer to create one, not both."
+            f"Pass accelerator, or {', '.join(passed)} for the Trainer to create one, not both."
         )
     else:
         _check_loop_options(ready)

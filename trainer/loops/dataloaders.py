@@ -91,8 +91,14 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
     loaders = find_loaders(hook, given, module, datamodule, argument)
     if not loaders:
         owners = [(datamodule, DataModule), (module, TrainModule)]
-        gave_none = [type(one).__name__ for one, base in owners if is_overridden(one, hook, base)]
-        why = f"{hook} of {' and of '.join(gave_none)} returned None. " if gave_none else ""
+        without_loader = [
+            type(one).__name__ for one, base in owners if is_overridden(one, hook, base)
+        ]
+        why = (
+            f"{hook} of {' and of '.join(without_loader)} returned no loader. "
+            if without_loader
+            else ""
+        )
         raise ValueError(
             f"{stage} has no data. {why}Return a loader from {hook}, or pass {argument} or a "
             "datamodule."
@@ -246,7 +252,7 @@ def validation_loaders(
         if given is None:
             return []
         raise TypeError(
-            f"fit was given val_dataloaders, but {type(module).__name__} does not define "
+            f"fit got val_dataloaders, but {type(module).__name__} does not define "
             "validation_step(self, batch, batch_idx)."
         )
     return find_loaders("val_dataloader", given, module, datamodule, "val_dataloaders")
@@ -312,8 +318,8 @@ class FitLoaders:
         for argument, given in (("train", train), ("val", val)):
             if every and given is not None:
                 raise ValueError(
-                    f"reload_dataloaders_every_n_epochs is {every}, but fit was given "
-                    f"{argument}_dataloaders, which it cannot create again. Define "
+                    f"reload_dataloaders_every_n_epochs is {every}, but fit got "
+                    f"{argument}_dataloaders, which fit cannot create again. Define "
                     f"{argument}_dataloader in the module or in a DataModule instead, or leave "
                     "reload_dataloaders_every_n_epochs at 0."
                 )

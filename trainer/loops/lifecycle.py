@@ -161,13 +161,13 @@ def check_is_module(module: Any, stage: str) -> None:
     """
     if isinstance(getattr(module, "_orig_mod", None), TrainModule):
         raise TypeError(
-            f"{stage} was given the result of torch.compile. Give the module itself; to compile "
-            "its steps pass Trainer(dynamo_backend='inductor')."
+            f"{stage} got the result of torch.compile. Pass the original module; to compile its "
+            "steps pass Trainer(dynamo_backend='inductor')."
         )
     if not isinstance(module, TrainModule):
         raise TypeError(
-            f"{stage} was given {module!r} of type {type(module).__name__}; it needs an "
-            "instance of a subclass of trainer.TrainModule that defines its steps."
+            f"{stage} got {module!r} of type {type(module).__name__}; it needs an instance of a "
+            "subclass of trainer.TrainModule that defines its steps."
         )
 
 

@@ -92,8 +92,8 @@ class ManualOptimization:
             counters.global_step += 1
         elif micro_batch.last and counters.epoch == counters.global_step == 0 and run.rank == 0:
             logger.warning(
-                "training_step of %s made no update in the first epoch: in manual optimisation it "
-                "must call self.manual_backward(loss) and step() of self.optimizers().",
+                "training_step of %s made no update in the first epoch. In manual optimisation, "
+                "call self.manual_backward(loss) and self.optimizers().step() in it.",
                 type(run.module).__name__,
             )
         if micro_batch.present:

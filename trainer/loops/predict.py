@@ -336,12 +336,12 @@ def _make_room(folder: Path, *, overwrite: bool) -> None:
 
 def _difference(one: Index, other: Index) -> str:
     """Describe how the columns of two indexes differ; an empty string if they do not."""
-    ours, theirs = (
+    expected, columns = (
         [f"{name}: {dtype} {shape}" for name, (dtype, shape) in (each.columns or {}).items()]
         + [f"{name}: a list" for name in each.plain]
         for each in (one, other)
     )
-    return "" if ours == theirs else f"its columns per sample are {theirs}, not {ours}"
+    return "" if expected == columns else f"its columns per sample are {columns}, not {expected}"
 
 
 def _agreed(indices: Sequence[Index]) -> Index:

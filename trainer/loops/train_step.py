@@ -313,6 +313,6 @@ def check_may_skip(run: FitRun) -> None:
     ):
         raise TypeError(
             f"training_step of {type(run.module).__name__} returned None on rank {run.rank} at "
-            f"update {run.counters.global_step + 1}, which would skip its batch on this process "
-            "alone. Define count_items, and return 0 from it for a batch that must not count."
+            f"update {run.counters.global_step + 1}, which would skip its batch only on this "
+            "process. Define count_items, and return 0 from it for a batch that must not count."
         )

@@ -245,7 +245,7 @@ HUGGING_FACE_ARGUMENTS = _of(
     "weight_decay": _RATE,
 }
 _OWN = f"{NOTHING}: the Trainer decides that itself"
-_DATA = f"{NOTHING}: each process reads whole batches of its own, and no sample is repeated"
+_DATA = f"{NOTHING}: each process reads separate whole batches, and no sample is repeated"
 ACCELERATE_ARGUMENTS = {
     "accelerator_config": _DATA,
     "device_placement": _OWN,
@@ -426,7 +426,7 @@ LOADED_ENTRIES = {
 # -- names of accelerate ---------------------------------------------------------------------------
 
 _MEGATRON = "a model of megatron-core is prepared and stepped as any other, with megatron_lm_plugin"
-_LAUNCH = "the environment of processes is made by `trainer launch`"
+_LAUNCH = "`trainer launch` sets the environment of processes"
 _SAGEMAKER = "SageMaker is not supported"
 ACCELERATE_MODULES = {
     "commands": "the command is `trainer` (trainer launch, trainer config, trainer env)",

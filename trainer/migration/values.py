@@ -267,7 +267,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 """Lightning's strategies, with the arguments of the class that the first word names."""
 _PROFILERS = {"advanced": "AdvancedProfiler", "xla": "XLAProfiler"}
 Arguments = Mapping[str, Any]
-_OBJECT = " An object of trainer.lightning.pytorch.{} is possible too."
+_OBJECT = " An object of trainer.lightning.pytorch.{} is also accepted."
 
 
 def _one_of(name: str, value: Any, choices: Iterable[str], further: str = "") -> str | None:

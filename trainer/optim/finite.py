@@ -311,9 +311,9 @@ class FiniteGuard:
             return (
                 "" if loss is None else f" The last loss on rank {self._rank} was {float(loss):g}."
             )
-        said = [f"on rank {rank} was {value:g}" for rank, value in bad[:_SHOWN]]
+        losses = [f"on rank {rank} was {value:g}" for rank, value in bad[:_SHOWN]]
         more = f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
-        return f" The loss {', '.join(said)}{more}."
+        return f" The loss {', '.join(losses)}{more}."
 
     def _report(self, step: int, losses: str, *, made: bool) -> str:
         parameters = list(self._named_parameters())

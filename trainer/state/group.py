@@ -118,8 +118,8 @@ def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
     count = torch.accelerator.device_count()
     if launch.local_rank >= count:
         raise ValueError(
-            f"Local rank {launch.local_rank} has no device of its own: this machine has {count} "
-            f"{kind.type} device(s). Start at most {count} process(es) here, or pass cpu=True."
+            f"Local rank {launch.local_rank} has no device: this machine has {count} {kind.type} "
+            f"device(s). Start at most {count} process(es) here, or pass cpu=True."
         )
     return torch.device(kind.type, launch.local_rank)
 

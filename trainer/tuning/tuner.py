@@ -230,7 +230,7 @@ class Tuner:
         is_fit = method == "fit"
         unused = "dataloaders" if is_fit else "train_dataloaders"
         if (dataloaders if is_fit else train_dataloaders) is not None:
-            raise ValueError(f"{unused} was given, which method={method!r} does not use.")
+            raise ValueError(f"{unused} was passed, which method={method!r} does not use.")
         steps = self.trainer._context.settings.gradient_accumulation_steps
         target = TrialTarget(
             trainer=self.trainer,

@@ -227,7 +227,7 @@ def test_the_weights_alone_in_each_dtype(capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["int4", "400", "B"]
     for option in ("--fsdp=2", "--wrap=Tied", "--optimizer=sgd", "--activation-checkpointing"):
         said = refused(capsys, "weighed:Tied", "--dtypes", "int4", option, code=2)
-        assert f"--dtypes is about weights alone; leave out {option.partition('=')[0]}." in said
+        assert f"--dtypes estimates only weights; leave out {option.partition('=')[0]}." in said
     said = refused(capsys, "weighed:Tied", "--precision", "fp8", "--fsdp", 2, code=2)
     assert "not measured with --fsdp" in said
 

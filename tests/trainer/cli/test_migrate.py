@@ -409,7 +409,7 @@ def test_a_second_fit_is_listed_of_our_trainer(capsys, more, line):
     assert findings == []
     ours = (FITS + more).replace("from lightning", "from trainer")
     _, findings, _ = migrate(capsys, ours.replace("logger=False, enable_model_summary=False", ""))
-    said = "trainer.fit is called a second time: each fit is a run of its own"
+    said = "trainer.fit is called a second time: each fit is a separate run"
     assert [number for number, _ in findings] == ([] if line is None else [line])
     assert all(told.startswith(said) for _, told in findings)
 

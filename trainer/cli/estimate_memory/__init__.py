@@ -168,7 +168,7 @@ def _weights(arguments: argparse.Namespace, make: Callable[[], nn.Module]) -> in
     unused = ("precision", "input", "batch", "shards", "fsdp", "tp", "wrap")
     for option in (*unused, "optimizer", "optimizer-init", "activation-checkpointing"):
         if getattr(arguments, option.replace("-", "_")):
-            raise CommandError(f"--dtypes is about weights alone; leave out --{option}.", code=2)
+            raise CommandError(f"--dtypes estimates only weights; leave out --{option}.", code=2)
     rows = []
     for dtype in dict.fromkeys(arguments.dtypes):
         total, layer = _attempt(arguments.model, partial(footprint.weights_in, make, dtype))
@@ -314,7 +314,7 @@ def _complete(made: Callable[..., Any], init: dict[str, Any]) -> nn.Module:
 
     module = made(**init)
     if not isinstance(module, nn.Module):
-        raise CommandError(f"{made!r} makes a {type(module).__name__}, not a torch.nn.Module")
+        raise CommandError(f"{made!r} returns a {type(module).__name__}, not a torch.nn.Module")
     if isinstance(module, TrainModule):
         module.configure_model()
     return module
@@ -376,7 +376,7 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
         # LBFGS and SparseAdam take no step on dense gradients alone.
         choices = sorted(classes.keys() - {"lbfgs", "sparseadam", "optimizer"})
         if name.lower() not in choices:
-            hint = f"Pass one of your own as {_OWN}."
+            hint = f"Pass a custom optimizer as {_OWN}."
             raise CommandError(f"{choice_error('The optimizer', name, choices)} {hint}", code=2)
         cls = classes[name.lower()]
         name = f"torch.optim.{cls.__name__}"

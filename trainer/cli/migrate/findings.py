@@ -191,8 +191,8 @@ class _Finder(cst.CSTVisitor):
         try:
             value_of(moved(path))
         except (ImportError, AttributeError) as error:
-            said = str(error) if "not in Cadence" in str(error) else refusal(name_in(path))
-            self._add(node, said or f"{original(path)} is not in Cadence; {_PAGE}.")
+            problem = str(error) if "not in Cadence" in str(error) else refusal(name_in(path))
+            self._add(node, problem or f"{original(path)} is not in Cadence; {_PAGE}.")
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -292,8 +292,8 @@ class _Finder(cst.CSTVisitor):
         path = path_of(self, called) or self._objects.get(dotted(node), "")
         is_class = any(part[:1].isupper() for part in path.split(".")[-2:])
         if is_class and is_of_a_library(path, self._path):
-            said = f"of a library: {AS_LIGHTNING}."
-            self._add(node, f"{path} is a {use} {said}", f"a {use} {said}")
+            problem = f"of a library: {AS_LIGHTNING}."
+            self._add(node, f"{path} is a {use} {problem}", f"a {use} {problem}")
 
     def _base(self, node: cst.BaseExpression) -> _Base | None:
         for name in self.get_metadata(QualifiedNameProvider, node, set()):
@@ -359,8 +359,8 @@ class _Finder(cst.CSTVisitor):
         elif path in TORCH_NAMES:
             self._add(node, f"{path.rpartition('.')[2]}: {TORCH_NAMES[path]}.")
         elif (call := self._reads_file(path, node)) is not None:
-            said = f"is given a checkpoint, which is a folder: {CHECKPOINT_CALLS[call]}."
-            self._add(node, f"{call} {said}")
+            problem = f"is given a checkpoint, which is a folder: {CHECKPOINT_CALLS[call]}."
+            self._add(node, f"{call} {problem}")
         elif isinstance(node.func, cst.Attribute):
             self._see_method(node, node.func, keywords)
 
@@ -379,9 +379,9 @@ class _Finder(cst.CSTVisitor):
             n: literal(argument.value) for n, argument in keywords.items() if n not in parameters
         }
         names = {*signature(Trainer).parameters}
-        for name, said in argument_refusals(unknown, names).items():
-            if said != f"Trainer has no argument {name!r}." or parameters:
-                self._add(keywords[name], said)
+        for name, problem in argument_refusals(unknown, names).items():
+            if problem != f"Trainer has no argument {name!r}." or parameters:
+                self._add(keywords[name], problem)
 
     def _see_values(self, keywords: dict[str, cst.Arg]) -> None:
         """List values that `trainer.lightning`'s Trainer does not take."""

@@ -96,8 +96,10 @@ def _translate_errors() -> Iterator[None]:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         raised_in = frame.f_globals.get("__name__", "").partition(".")[0]
         if raised_in in ("trainer", "callbacks") and error.args:
-            said = re.sub(r"\w+", lambda word: _WORDS.get(word[0], word[0]), str(error.args[0]))
-            error.args = (said, *error.args[1:])
+            translated = re.sub(
+                r"\w+", lambda word: _WORDS.get(word[0], word[0]), str(error.args[0])
+            )
+            error.args = (translated, *error.args[1:])
         raise
 
 
@@ -614,7 +616,9 @@ class Trainer(NativeTrainer):
         if model is None:
             model = self._model
             if model is None:
-                raise TypeError("No model was given, and this Trainer has none: fit it first.")
+                raise TypeError(
+                    "No model was passed, and this Trainer has not fitted one: pass model=."
+                )
         self._attach(model, datamodule)
         if dataloaders is None and datamodule is None:
             datamodule = self.datamodule
@@ -1077,7 +1081,7 @@ def _check_devices(devices: Any, nodes: int, *, cpu: bool) -> None:
     device = PartialState().device
     if name is not None and str(device) != name:
         raise ValueError(
-            f"devices={devices!r} asks for {name}, but this process has already used {device}: "
+            f"devices={devices!r} selects {name}, but this process has already used {device}: "
             "create the Trainer first, or start the program with CUDA_VISIBLE_DEVICES."
         )
     if number and number * nodes != running:

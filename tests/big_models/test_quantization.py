@@ -113,7 +113,7 @@ def test_what_is_left_out_and_on_disk():
         load_and_quantize_model(nn.Linear(2, 2), config)
     with init_empty_weights():
         net = Net()
-    with pytest.raises(ValueError, match="give weights_location"):
+    with pytest.raises(ValueError, match="as weights_location"):
         load_and_quantize_model(net, config)
 
 

@@ -286,7 +286,7 @@ def test_batches_inside_an_epoch_are_those_of_all_processes():
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [({"model": 1}, "not a checkpoint of Lightning"), (None, "a folder, of shards")],
+    [({"model": 1}, "not a checkpoint of Lightning"), (None, "a folder of shards")],
 )
 def test_what_is_no_such_file_is_named(content, said, capsys):
     if content is None:

@@ -107,9 +107,9 @@ def test_the_run_stops_before_a_bad_update_and_says_what_it_was(value, accumulat
             gradient_accumulation_steps=accumulation,
         )
     text = str(caught.value)
-    assert "The gradients of update 3 hold NaN or infinity (it was not made), of: " in text
+    assert "The gradients of update 3 hold NaN or infinity (the update was not made), of: " in text
     assert "body.weight, body.bias, head.weight, head.bias." in text
-    assert f"The loss of rank 0 was {value:g}" in text
+    assert f"The loss on rank 0 was {value:g}" in text
     assert "non_finite='skip'" in text
     for kept, now in zip(keep.weights[-1], module.parameters(), strict=True):
         assert torch.equal(kept, now)
@@ -175,7 +175,7 @@ def test_all_processes_do_the_same_though_one_has_the_bad_loss(ranks3, kind):
             options = {"gradient_accumulation_steps": 1 + (kind is Early), "max_epochs": 4}
             trainer = fit(module, non_finite=policy, folder=policy, cpu=True, **options)
         except FloatingPointError as error:
-            return "of update 2" in str(error), "The loss of rank 1 was nan." in str(error)
+            return "of update 2" in str(error), "The loss on rank 1 was nan." in str(error)
         return trainer.skipped_updates, [p.tolist() for p in module.parameters()]
 
     assert ranks3(body, "stop") == [(True, True)] * 3

@@ -268,7 +268,7 @@ def test_a_background_save_has_the_values_of_its_moment_from_each_device(tmp_pat
 def test_a_writer_refuses_a_second_save_and_reports_how_the_latest_ended(caplog):
     writer, going_on = Writer(PartialState()), threading.Event()
     writer.start(lambda group: going_on.wait(LIMIT))
-    with pytest.raises(RuntimeError, match="in flight"):
+    with pytest.raises(RuntimeError, match="in progress"):
         writer.start(lambda group: None)
     going_on.set()
     assert writer.wait()

@@ -449,7 +449,9 @@ def test_processes_that_do_not_exist_are_refused(name, below):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_decorator_without_a_function_is_refused(name):
-    with pytest.raises(ValueError, match=f"write `@state.{name}` above one, without parenth"):
+    with pytest.raises(
+        ValueError, match=f"write `@state.{name}` above a function, without parenth"
+    ):
         getattr(PartialState(cpu=True), name)(None)
 
 

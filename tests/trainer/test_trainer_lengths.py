@@ -484,7 +484,7 @@ def test_a_stream_without_length_has_epochs_and_short_windows():
 def test_a_stream_can_be_limited_by_a_number_but_not_by_a_fraction():
     module, _ = fit(DataLoader(Stream(8), batch_size=2), max_epochs=2, limit_train_batches=3)
     assert module.seen["train"] == FOUR[:3] * 2
-    with pytest.raises(ValueError, match=r"limit_train_batches is 0\.5.*no length.*an int"):
+    with pytest.raises(ValueError, match=r"limit_train_batches is 0\.5.*with a length.*an int"):
         fit(DataLoader(Stream(8), batch_size=2), max_epochs=2, limit_train_batches=0.5)
 
 

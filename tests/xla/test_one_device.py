@@ -180,7 +180,9 @@ def test_bf16_is_that_of_the_cpu_and_other_precisions_are_refused(on_cpu):
 
 def test_compiling_is_left_to_the_device(on_cpu):
     on_cpu(False)
-    with pytest.raises(ValueError, match=r"dynamo_backend is 'inductor'.*XLA device compiles"):
+    with pytest.raises(
+        ValueError, match=r"dynamo_backend is 'inductor'.*XLA device already compiles"
+    ):
         Trainer(dynamo_backend="inductor")
 
 

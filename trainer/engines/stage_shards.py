@@ -97,15 +97,11 @@ class StageShards(StageWeights):
 
     def __init__(self, module: nn.Module, layers: StageLayers, mesh: DeviceMesh) -> None:
         self.layers, self.mesh = layers, mesh
-        self._places = [
-            next(
-                (part, key)
-                for part in module.modules()
-                for key, each in part.named_parameters(recurse=False)
-                if each is parameter
-            )
-            for parameter in layers.own
-        ]
+        places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                places.setdefault(parameter, (part, name))  # tied parameters have several
+        self._places = [places[parameter] for parameter in layers.own]
         before = list(layers.own)
         for parameter in before:  # `fully_shard` takes no other strides
             if not isinstance(parameter, DTensor):

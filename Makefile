@@ -24,7 +24,8 @@ $(READY): pyproject.toml constraints.txt
 DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
 
 .venv-demo/.ready: pyproject.toml constraints.txt
-	@echo "Creating .venv-demo with torch, Cadence and the packages of the example (1 GB) ..."
+	@echo "Creating .venv-demo with torch, Cadence and the packages of the example"
+	@echo "(1.3 GB with torch for the CPU, which takes minutes) ..."
 	@$(PYTHON) -m venv .venv-demo
 	@.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	@.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -33,6 +34,7 @@ DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
 
 demo: $(DEMO)/.ready  ## train the digits example and print where its results are
 	$(DEMO)/bin/python examples/digits.py --project-dir runs/digits
+	@echo "commands    source $(DEMO)/bin/activate (trainer, tensorboard)"
 
 # The test files that the first table of docs/promises.md names.
 PROMISES = $(sort $(shell sed -n 's/^| P[0-9]* | \*\*//p' docs/promises.md | grep -o 'tests/[a-z_/]*\.py'))
@@ -131,4 +133,4 @@ coverage: $(READY)  ## run every test and report uncovered lines
 	$(BIN)/python -m pytest --cov --cov-report=term-missing
 
 clean:  ## remove the environment and the caches
-	rm -rf $(VENV) .venv-torch-* $(TRACKERS) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-demo .venv-torch-* $(TRACKERS) .mypy_cache .ruff_cache .pytest_cache

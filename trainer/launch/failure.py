@@ -11,7 +11,8 @@ from typing import Any
 
 from trainer.launch.entry import REFUSED
 
-# How communication backends report a lost peer, in the last line of an exception.
+_TRACEBACK = "Traceback (most recent call last):"
+# How communication backends report a lost peer, in the first or last line of an exception.
 _PEER_GONE = re.compile(r"gloo/transport|NCCL|ncclRemoteError|DistBackendError")
 _PEER_FAILED = re.compile(r"Rank \d+ failed while the others waited for it")  # our watchdog's words
 _PATIENCE = 30  # seconds that torch's agent gives the others to end before it kills them
@@ -61,8 +62,9 @@ class Failure:
     @property
     def follows(self) -> bool:
         """A collective failed, as happens to processes whose peer has ended."""
-        last = self.text.splitlines()[-1:]
-        return any(map(_PEER_GONE.search, last)) or _PEER_FAILED.search(self.text) is not None
+        lines = _message(self.text)
+        ends = (*lines[:1], *lines[-1:])
+        return any(map(_PEER_GONE.search, ends)) or _PEER_FAILED.search(self.text) is not None
 
     @property
     def ended_by_launcher(self) -> bool:
@@ -161,10 +163,20 @@ def _then(failure: Failure, first: Failure) -> str:
     return f"failed after that: {summary(failure)}"
 
 
+def _message(text: str) -> list[str]:
+    """Return the lines of a traceback's exception, with its notes; all lines if there is none."""
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if line == _TRACEBACK]
+    after = lines[starts[-1] + 1 :] if starts else lines
+    ends = (number for number, line in enumerate(after) if line and line[0] != " ")
+    return after[next(ends, 0) :] or lines
+
+
 def summary(failure: Failure) -> str:
     """Return how a process ended, in one line."""
     if failure.text:
-        return failure.text.splitlines()[-1]
+        lines = failure.text.splitlines()
+        return lines[-1] if _TRACEBACK not in lines else _message(failure.text)[0]
     if failure.code < 0:
         names = {int(each): each.name for each in signal.Signals}
         name = names.get(-failure.code, f"signal {-failure.code}")  # some have only a number

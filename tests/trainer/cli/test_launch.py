@@ -437,6 +437,18 @@ def test_the_same_message_of_several_ranks_is_shown_once():
     assert "same way" not in report(dead, 0.1)[0]
 
 
+def test_a_note_below_an_exception_does_not_hide_it():
+    """The Trainer notes the hidden frames below each exception."""
+    frames = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    fit()\n'
+    note = "\nepoch 0, update 4: 9 frames of Cadence hidden"
+    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    peer = replace(failure(0, raised=100.1), text=frames + lost + note)
+    cause = replace(failure(1, raised=100.2), text=frames + "ValueError: no labels" + note)
+    text, _ = report([peer, cause], 0.1)
+    assert text.startswith(f" failed after that: {lost}\n")
+    assert text.endswith(cause.text)
+
+
 def test_a_process_that_the_launcher_had_to_kill_is_no_sign_of_full_memory():
     first = failure(0, 7, seen=100)
     told, code = report([first, failure(1, -9, seen=130)], 0.1)

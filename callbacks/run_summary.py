@@ -50,9 +50,17 @@ def end_lines(trainer: Trainer) -> str:
     )
     if newest is not None:
         lines.append(f"  last  {_short(newest)}")
-        lines.append("  next  ckpt_path='auto' with a larger max_epochs continues the run,")
+        lines.append(f"  next  {_continuation(trainer, newest)} continues the run,")
         lines.append(f"        trainer report {_short(trainer.project_dir)} shows it")
     return printable("\n".join(lines))
+
+
+def _continuation(trainer: Trainer, newest: Path) -> str:
+    if trainer.should_stop:  # by a callback: under "auto" the run stays stopped
+        return f"ckpt_path={_short(newest)!r}"
+    # The folder is named, since a Trainer without project_dir makes another one at each start.
+    folder = _short(trainer.project_dir)
+    return f"ckpt_path='auto' with project_dir={folder!r} and a larger max_epochs"
 
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -1,11 +1,12 @@
 """What a run prints before its first epoch and after its last one."""
 
 import re
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import ModelCheckpoint
+from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from tests.helpers.line import Line
 from trainer import Trainer
 
@@ -37,7 +38,7 @@ def test_a_run_says_what_it_trains_and_what_it_leaves(capsys):
     assert finished == "Finished 2 epochs, 4 updates, 1 s"
     assert best == "  best  run/checkpoints/step-00000002  val/loss=0"
     assert last == "  last  run/checkpoints/step-00000004"
-    assert following.startswith("  next  ckpt_path='auto' with")
+    assert following.startswith("  next  ckpt_path='auto' with project_dir='run' and a larger")
     assert report == "        trainer report run shows it"
 
 
@@ -45,3 +46,32 @@ def test_a_run_without_checkpoints_names_none(capsys):
     first, *_, finished = printed(capsys, checkpointing=False, mixed_precision="bf16")
     assert first == "Training Net (3 parameters) on cpu, bf16, files in run"
     assert finished == "Finished 2 epochs, 4 updates, 1 s"
+
+
+class Further(Callback):
+    def on_train_start(self, trainer, module):
+        self.begun = trainer.global_step
+
+
+def test_what_a_run_says_of_its_continuation_continues_it(capsys, monkeypatch):
+    """A stopped run stays stopped under "auto", and without project_dir there is no "auto"."""
+
+    def fit(epochs, *callbacks, ckpt_path=None, **arguments):
+        trainer = Trainer(max_epochs=epochs, cpu=True, callbacks=[*callbacks], **arguments)
+        trainer.fit(Net(), loader(), loader(), ckpt_path=ckpt_path)
+        *_, following, _ = capsys.readouterr().err.splitlines()
+        return trainer.global_step, dict(re.findall(r"(\w+)='([^']*)'", following))
+
+    assert fit(2)[0] == 4
+    folder = next(Path("runs").iterdir())
+    begun = Further()
+    _, named = fit(2, project_dir=folder, ckpt_path="auto")
+    assert named == {"ckpt_path": "auto", "project_dir": str(folder)}
+    assert fit(3, begun, **named)[0] == 6
+    assert begun.begun == 4
+
+    steps, named = fit(3, EarlyStopping("val/loss", patience=1), project_dir="stopped")
+    assert steps == 4
+    assert named == {"ckpt_path": "stopped/checkpoints/step-00000004"}
+    assert fit(3, begun, project_dir="stopped", **named)[0] == 6
+    assert begun.begun == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,7 +78,13 @@ def shorten(error: BaseException) -> int:
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
-    ours = [each.tb_frame.f_code.co_filename.startswith(_PACKAGES) for each in entries]
+    ours: list[bool] = []
+    for each in entries:
+        file = each.tb_frame.f_code.co_filename
+        # contextlib enters our context managers: its frames below ours say nothing to the user
+        ours.append(
+            file.startswith(_PACKAGES) or (file == contextlib.__file__ and ours[-1:] == [True])
+        )
     kept: TracebackType | None = None
     for entry, hide in zip(reversed(entries), reversed([*ours[:-1], False]), strict=False):
         if not hide:

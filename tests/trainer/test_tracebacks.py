@@ -1,5 +1,6 @@
 """Errors that leave the Trainer show the user's frames, and hide those between them."""
 
+import contextlib
 import sys
 import traceback
 
@@ -80,6 +81,16 @@ def test_errors_that_another_was_raised_from_are_shortened():
 
     error = fails(raise_from)
     assert functions_of(error.__cause__) == ["raise_from", "training_step"]
+
+
+def test_context_managers_below_hidden_frames_are_hidden():
+    class Unfit(Line):
+        configure_optimizers = None
+
+    Unfit.__name__ = "wrong"
+    error = fails(lambda: quiet().fit(Unfit(), loader()))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    assert contextlib.__file__ not in files
 
 
 class Broken(Dataset):

@@ -939,5 +939,7 @@ def test_an_epoch_without_a_loss_is_an_error():
 
 
 def test_a_url_is_no_local_folder():
-    with pytest.raises(ValueError, match=r"project_dir is 's3:/.*local folder.*mirror="):
+    with pytest.raises(
+        ValueError, match=r"project_dir is 's3://bucket/run'.*local folder.*mirror="
+    ):
         make(project_dir="s3://bucket/run")

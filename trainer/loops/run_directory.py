@@ -107,7 +107,7 @@ class Project:
             start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
             path = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
         else:
-            path = Path(folder)
+            path = folder  # not yet a Path, which would shorten a URL in the error
         self._place(absolute_path("project_dir", path))
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name

@@ -506,8 +506,15 @@ def test_the_help_teaches(capsys):
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
-        (["--trainer.max_epoch=3"], ["unrecognized arguments: --trainer.max_epoch=3"]),
-        (["wrong.yaml"], ["Group 'trainer' does not accept option 'max_epocs'"]),
+        (
+            ["--trainer.max_epoch=3"],
+            ["unrecognized arguments: --trainer.max_epoch=3", "mean 'trainer.max_epochs'?"],
+        ),
+        (
+            ["wrong.yaml"],
+            ["Group 'trainer' does not accept option 'max_epocs'", "mean 'trainer.max_epochs'?"],
+        ),
+        (["section.yaml"], ["Option 'modle.width' is not accepted", "mean 'model'?"]),
         (["latin.yaml"], ["latin.yaml cannot be read as YAML", "can't decode byte 0xfc"]),
         (["torn.yaml"], ["torn.yaml cannot be read as YAML", "line 2, column 1"]),
         (["off.yaml"], ['"trainer.mixed_precision"', "Given value: False"]),
@@ -524,6 +531,7 @@ def test_an_error_names_the_key_and_the_value(capsys, words, texts):
     Path("latin.yaml").write_bytes("# für später\n".encode("latin-1"))
     Path("off.yaml").write_text("trainer: {mixed_precision: no}\n")
     Path("wrong.yaml").write_text("trainer: {max_epocs: 3}\n")
+    Path("section.yaml").write_text("modle: {width: 3}\n")
     shown = error_of(capsys, "fit", "base.yaml", *words)
     assert [text for text in texts if text not in shown] == [], shown
     assert shown.startswith("trainer fit: ")

@@ -7,8 +7,10 @@ are checked against the annotations before anything is created.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -62,6 +64,10 @@ and arguments of the module and of the data:
 
 Files come first, or each after --config. Later files override earlier ones, and options override
 all files."""
+# How the parser begins its errors about keys that no part of the configuration has.
+_REJECTED = re.compile(
+    r"(?:Group '(.+?)' does not accept option|Option|unrecognized arguments:) '?(?:--)?([\w.]+)"
+)
 _EXAMPLES = """\
 examples:
   # a file, but with another width and no checkpoints
@@ -176,9 +182,19 @@ class ConfiguredLine:
             config = self._parser.parse_args(self._words, **options)
         except argparse.ArgumentError as error:
             more = f"`{self._prog} --help` explains the configuration."
-            raise CommandError(f"{error}\n{more}", code=2) from None
+            raise CommandError(f"{error}\n{self._near_key(str(error))}{more}", code=2) from None
         _check(config)
         return config
+
+    def _near_key(self, error: str) -> str:
+        """Return a question with the key nearest to the one that an error rejects, or nothing."""
+        rejected = _REJECTED.match(error)
+        if rejected is None:
+            return ""
+        key = ".".join(filter(None, rejected.groups()))
+        keys = {action.dest for action in self._parser._actions}  # argparse has no public list
+        near = get_close_matches(key, keys, 1) or get_close_matches(key.split(".")[0], keys, 1)
+        return f"Did you mean {near[0]!r}?\n" if near else ""
 
     def make(self, config: Namespace) -> Made:
         """Create the objects of a configuration.

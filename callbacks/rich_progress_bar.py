@@ -106,7 +106,8 @@ def _move_handlers(old: Any, new: Any) -> None:
     loggers = [logging.root, *logging.Logger.manager.loggerDict.values()]
     handlers = {h for log in loggers if isinstance(log, logging.Logger) for h in log.handlers}
     for handler in handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+        # Others look up sys.stderr at each record, as logging's own does, which dill installs.
+        if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is old:
             handler.setStream(new)
 
 

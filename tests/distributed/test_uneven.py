@@ -187,8 +187,11 @@ def test_sanity_checks_and_fast_dev_run_have_a_batch_for_each_rank(ranks2, optio
     ("given", "fix"),
     [
         ({"overfit_batches": 3}, "Set overfit_batches to a multiple of 2"),
-        ({"fast_dev_run": 2}, "Set fast_dev_run to no more batches than the data have for each"),
-        ({"fast_dev_run": 2, "overfit_batches": 3}, "Set fast_dev_run to no more batches"),
+        ({"fast_dev_run": 2}, "Set fast_dev_run to at most the number of batches of each process"),
+        (
+            {"fast_dev_run": 2, "overfit_batches": 3},
+            "Set fast_dev_run to at most the number of batches",
+        ),
     ],
 )
 def test_the_argument_that_limits_the_batches_is_named(ranks2, given, fix):

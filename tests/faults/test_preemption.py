@@ -145,7 +145,9 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
             break
     os.killpg(process.pid, signal.SIGINT)
     code, output, errors = finish(process)
-    assert code == -signal.SIGINT  # as of any program that Ctrl-C interrupts
+    # As of any program that Ctrl-C interrupts: by the signal, or 1 if code that runs at the exit,
+    # such as an import in a handler of torch's, makes Python forget the signal.
+    assert code in (-signal.SIGINT, 1)
     assert "KeyboardInterrupt" in errors
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
     assert "done" not in output

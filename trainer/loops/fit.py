@@ -207,7 +207,8 @@ def finish_update(run: FitRun) -> None:
     run.recorder.flush(arrived=counters.global_step)
     if run.step_sync.latest.failed_saves:
         run.saving.writer.wait()  # raises the error of the background save, on all ranks alike
-    if run.intervals.log_due or counters.epoch_complete:
+    ends_unlogged = counters.epoch_complete and not run.intervals.is_logged(counters.global_step)
+    if run.intervals.log_due or ends_unlogged:
         record_step_metrics(run)
     run.engine.mark_step()
     if run.step_sync.latest.signals:

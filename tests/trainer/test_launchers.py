@@ -442,13 +442,22 @@ def test_a_notebook(tmp_path):
     assert error["ename"] == "RankFailed"
     assert error["evalue"].startswith("rank 1 of 2 on ")
     assert 'raise KeyError("a fault of mine")  # seen' in error["evalue"]
+    assert shows_one_frame_of_cadence(error)
     assert text_of(interrupted[:-1]) == "it waits\n" * 2
     error = interrupted[-1]
     assert (error["ename"], error["evalue"]) == (
         "KeyboardInterrupt",
         "The processes have been ended.",
     )
+    assert shows_one_frame_of_cadence(error)
     assert text_of(after) == "still there [False, False]\n"
+
+
+def shows_one_frame_of_cadence(error: dict[str, Any]) -> bool:
+    """Return whether a cell's traceback has only the frame that raised; 3.10 hides none."""
+    frames = "".join(error["traceback"]).removesuffix(error["evalue"])
+    hidden = "launch/notebook.py" not in frames or sys.version_info < (3, 11)
+    return hidden and "launch/function_group.py" in frames
 
 
 LAUNCHER = """

@@ -13,6 +13,7 @@ from trainer.checks import check_counts
 from trainer.enums import PrecisionType
 from trainer.state import AcceleratorState, GradientState, PartialState
 from trainer.state.shared import Shared
+from trainer.tracebacks import HiddenFrames
 
 _STATES: tuple[type[Shared], ...] = (AcceleratorState, GradientState, PartialState)
 _OF_LAUNCH = "_of_launch"  # marks the state that a launch in this process has left
@@ -103,7 +104,8 @@ def notebook_launcher(
         "monitor_interval": monitor_interval,
         "prefix": log_line_prefix_template,
     }
-    return start(function, args, config, ACCELERATE_MIXED_PRECISION=precision)
+    with HiddenFrames():
+        return start(function, args, config, ACCELERATE_MIXED_PRECISION=precision)
 
 
 def debug_launcher(
@@ -133,7 +135,9 @@ def debug_launcher(
 
     config = machines(num_nodes=1)
     config |= {"processes": num_processes, "job": "none"}
-    return start(function, args, config, ACCELERATE_MIXED_PRECISION="no", ACCELERATE_USE_CPU=True)
+    variables = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": True}
+    with HiddenFrames():
+        return start(function, args, config, **variables)
 
 
 def _check(

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from tests.helpers.notebook import outputs_of
 from trainer.loops.preemption import exit_code, watch_signals
 
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -133,3 +134,29 @@ def test_forked_process_has_the_previous_handlers(heard):
         signal.raise_signal(signal.SIGTERM)
         assert watch.received == signal.SIGTERM
         watch.answered = True
+
+
+CELL = """
+import os, signal, tempfile
+from tests.helpers.line import Line, loader
+from trainer import Trainer
+class Interrupted(Line):
+    def training_step(self, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+folder = tempfile.TemporaryDirectory()
+Trainer(max_epochs=1, cpu=True, progress_bar=False, project_dir=folder.name).fit(
+    Interrupted(), loader(), loader()
+)
+"""
+
+
+def test_an_interrupted_cell_shows_how_the_run_ended_and_no_advice():
+    pytest.importorskip("nbclient")
+    *said, error = outputs_of(CELL)
+    assert (error["output_type"], error["ename"]) == ("error", "Preempted")
+    assert error["evalue"] == "the run was ended by SIGINT (exit code 130)"
+    text = "".join(output["text"] for output in said)
+    assert "interrupt again to stop at once" in text
+    assert "ckpt_path='auto' resumes from there" in text
+    assert "Warning" not in text

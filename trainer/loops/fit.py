@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
@@ -23,6 +24,7 @@ from trainer.loops.evaluate import (
     record_epoch,
 )
 from trainer.loops.manual import manual_of
+from trainer.loops.preemption import interactive
 from trainer.loops.preflight import check_reachable, warn_of_missed, warn_of_shared_names
 from trainer.loops.profiler import DATA, VALIDATING
 from trainer.loops.state import FitRun
@@ -283,6 +285,8 @@ def preempted(run: FitRun) -> Preempted:
     Collective.
     """
     codes = [code for code in all_gather_object(run.stopping.exit_code()) if code is not None]
+    if interactive():  # IPython adds advice to a cell that ends with SystemExit
+        warnings.filterwarnings("ignore", "To exit: use 'exit'", UserWarning, r"IPython\.")
     return Preempted(codes[0])
 
 

@@ -959,7 +959,7 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
         {"max_grad_value": 0.1, "plugin": plugin(2, offload_optimizer={"device": "cpu"})},
         "offload_optimizer_device is 'cpu': use max_grad_norm",
     ),
-    "hooks": (Clips, {}, "Clips overrides configure_gradient_clipping, but the step of DEEPSPEED"),
+    "hooks": (Clips, {}, "Clips overrides configure_gradient_clipping, but DEEPSPEED"),
     "window": (ReadsEarly, {"gradient_accumulation_steps": 2}, "read inside a window"),
     "unfrozen": (Unfreezes, {"max_epochs": 2}, "last.weight, last.bias were added, frozen or"),
     "averages": (Net, {"callbacks": [WeightAveraging()]}, "WeightAveraging replaces the trained"),

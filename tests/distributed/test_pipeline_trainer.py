@@ -619,7 +619,11 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "a skip": (NeedsTheEmbedding, {}, "needs a value from another stage of the pipeline"),
     "layers left out": (WithoutFirst, {}, "does not get the output of model.blocks.layers.0"),
     "code between stages": (HasCodeBetween, {}, "no stage would run the code between them"),
-    "other data": (OtherData, {}, "The batch of process 0 of the pipeline is not that of the last"),
+    "other data": (
+        OtherData,
+        {},
+        "The batch of process 0 of the pipeline differs from that of the last",
+    ),
     "two calls": (CallsTwice, {}, "call the model once"),
     "a value": (ReadsAValue, {}, "A value was read that another stage of the pipeline computes"),
     "no loss": (ReturnsNone, {}, "training_step returned None"),

@@ -290,10 +290,9 @@ class Forgets(Net):
         super().training_step(batch, batch_idx)
 
 
-def test_a_forgotten_return_is_warned_of(caplog):
-    before = copy_of(Forgets())
-    after, _, _ = fitted(Forgets)
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
+def test_a_forgotten_return_is_warned_of_and_ends_the_epoch(caplog):
+    with pytest.raises(ValueError, match="No batch of epoch 0 had a loss"):
+        fitted(Forgets)
     assert sum("return the loss" in line for line in caplog.messages) == 1
 
 

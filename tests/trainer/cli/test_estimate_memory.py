@@ -412,7 +412,11 @@ def test_configure_model_is_called(capsys):
         (["weighed:Image", "--optimizer", "muon"], 1, "optimizer cannot be measured: ValueError"),
         (["weighed:Image", "--optimizer-init", "rl=1"], 1, "unexpected keyword argument 'rl'\nIt"),
         (["weighed:Image", "--optimizer", "torch.optim:LBFGS"], 1, "or choose another with"),
-        (["weighed:Image", "--optimizer", "adanw"], 2, "of your own as MODULE:NAME, a class or"),
+        (
+            ["weighed:Image", "--optimizer", "adanw"],
+            2,
+            "a custom optimizer as MODULE:NAME, a class or",
+        ),
         (["weighed:Image", "--optimizer", "weighed:F"], 2, "takes MODULE:NAME, a class or func"),
         (["weighed:Image", "--optimizer", "weighed:no_optimizer"], 1, "is a list, not a torch.opt"),
         (["weighed:Tied", "--input", "7:int46"], 2, "'int64'"),

@@ -582,7 +582,7 @@ def test_an_error_of_the_users_code_has_its_traceback(capsys):
         main(["fit", "base.yaml", "--model.fails=absent.txt"])
     shown = end.value.code  # of an exit with a text Python prints it, and the code is 1
     assert 'fitted.py", line ' in shown
-    assert shown.splitlines()[-1].startswith("FileNotFoundError: ")
+    assert "\nFileNotFoundError: " in shown
     assert "trainer/cli" not in shown  # nor a word of usage
     assert "usage" not in shown
     assert capsys.readouterr().err.count("FileNotFoundError") == 0

@@ -706,7 +706,7 @@ def test_processes_are_counted_as_the_machine_or_the_user_says(machine):
         (0, "--gpu_ids 0,1", "leave it out and pass --cpu --num_processes 2 to use the CPU"),
         (0, "--gpu_ids 0,1 --num_processes 4", "pass --cpu to use"),  # that many, as it says
         (0, "--gpu_ids all", "gpu_ids is 'all', but this machine has no accelerator"),
-        (0, "--multi_gpu --num_processes 2", "--multi_gpu asks for accelerators, but this"),
+        (0, "--multi_gpu --num_processes 2", "--multi_gpu needs accelerators, but this"),
         (0, "--config_file two.yaml", "gpu_ids is '0,1', but this machine has no accelerator"),
         (2, "--gpu_ids 1,2", "gpu_ids is '1,2', but this machine has accelerators 0, 1. Name"),
         (2, "--gpu_ids 1,1", "Name existing devices, each once, or leave it out"),

@@ -329,7 +329,7 @@ def test_of_a_record_alone_the_status_is_unknown(capsys):
     write(line(1, loss=1), path=Path("own.jsonl"))
     assert call("own.jsonl", "--once") == 0
     assert (
-        "● own.jsonl  unknown  step 1 · epoch 0 · last record 1970-01-01" in capsys.readouterr().out
+        "● own.jsonl  unknown  step 1, epoch 0, last record 1970-01-01" in capsys.readouterr().out
     )
 
 
@@ -401,19 +401,19 @@ def test_on_a_terminal_it_follows_until_ctrl_c():
     try:
         screen.wait_for("waiting")
         write(line(1, loss=0.125))
-        screen.wait_for("step 1 ")
+        screen.wait_for("step 1,")
         screen.wait_for("0.125")
         write(line(2, loss=0.0625), mode="a")
-        screen.wait_for("step 2 ")
+        screen.wait_for("step 2,")
         wide = screen.wait_for("╯")
         screen.resize(24, 40)
-        screen.wait_for("step 2 ")
+        screen.wait_for("step 2,")
         narrow = screen.wait_for("╯")
         assert (wide.count("─"), narrow.count("─")) > (100, 0)
         assert max(len(row) for row in narrow.splitlines()) <= 40 + len("\x1b[0m") * 2
         os.write(screen.master, b"\x03")
         screen.wait_for("\x1b[?1049l")  # the screen that was there before is back
-        screen.wait_for("step 2 ")  # with what was seen last
+        screen.wait_for("step 2,")  # with what was seen last
         assert screen.process.wait(60) == 130
     finally:
         screen.close()

@@ -653,7 +653,7 @@ class Strange(Stateful):
 def test_a_state_dict_that_fails_raises(dataset, why):
     epoch_iterator = iterator_of(loader(dataset()))
     epoch_iterator.set_epoch(0)
-    with pytest.raises(RuntimeError, match=rf"{dataset.__name__}.state_dict\(\) gave .*{why}"):
+    with pytest.raises(RuntimeError, match=rf"{dataset.__name__}.state_dict\(\) raised .*{why}"):
         next(epoch_iterator.global_batches())
 
 

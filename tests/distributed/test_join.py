@@ -328,7 +328,7 @@ def test_an_optimizer_that_cannot_join_is_refused(ranks2):
         with join_uneven_inputs([model, optimizer], [], False):
             pass
 
-    with pytest.raises(RankError, match=r"TypeError: joinables holds a SGD; .*Joinable"):
+    with pytest.raises(RankError, match=r"TypeError: joinables contains a SGD; .*Joinable"):
         ranks2(run)
 
 

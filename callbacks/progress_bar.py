@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from callbacks.base import Callback
+from callbacks.fit_summary import begin_line, end_lines
 from callbacks.progress_board import Board, Lines
-from callbacks.run_summary import begin_line, end_lines
 from trainer.checks import check_numbers
 from trainer.errors import module_logger, printable
 
@@ -290,10 +290,10 @@ class ProgressBar(Callback):
         """
         return dict(trainer.progress_values(wait=self._wait))
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: Callable[[], str]) -> None:
         if self._open_view is not None:
             try:
-                print(text, file=None if in_notebook() else sys.stderr, flush=True)
+                print(text(), file=None if in_notebook() else sys.stderr, flush=True)
             except (OSError, ValueError) as error:  # closed, or a name that it cannot encode
                 self._stop_drawing(OSError(str(error)))
 
@@ -340,7 +340,7 @@ class ProgressBar(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Print the first line, and open the bar of an epoch inside which the run resumes."""
-        self._print(begin_line(trainer, module))
+        self._print(lambda: begin_line(trainer, module))
         progress = trainer.progress
         if progress.batch not in (0, progress.batches):
             self.on_train_epoch_start(trainer, module)
@@ -365,7 +365,7 @@ class ProgressBar(Callback):
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Print what the run leaves."""
-        self._print(end_lines(trainer))
+        self._print(lambda: end_lines(trainer))
 
     on_train_end = on_train_epoch_end  # the epoch may not be finished
     on_preemption = on_train_epoch_end  # so that messages of a save begin on a new line

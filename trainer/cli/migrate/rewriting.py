@@ -19,8 +19,10 @@ class _Imports(cst.CSTTransformer):
     ) -> cst.ImportFrom:
         if updated_node.relative:
             return updated_node
-        new = moved(dotted(updated_node.module))
-        return updated_node.with_changes(module=_name(new)) if is_module(new) else updated_node
+        path = dotted(updated_node.module)
+        if (new := moved(path)) == path or not is_module(new):
+            return updated_node
+        return updated_node.with_changes(module=_name(new))
 
     def leave_Import(
         self,

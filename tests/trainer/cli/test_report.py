@@ -396,6 +396,8 @@ def test_grid_lines_are_round_and_their_labels_tell_them_apart():
     labels = [label for _, label in ticks_of(-0.3, 0.3, 5)]
     assert labels == ["\N{MINUS SIGN}0.2", "0", "0.2"]
     assert [label for _, label in ticks_of(11_800, 13_300, 5)] == ["12k", "12.5k", "13k"]
+    assert [label for _, label in ticks_of(0, 600, 3)] == ["0", "200", "400", "600"]
+    assert [label for _, label in ticks_of(0, 6e5, 3)] == ["0", "200k", "400k", "600k"]
     assert [label for _, label in ticks_of(1, 3, 6, whole=True)] == ["1", "2", "3"]
     assert [label for _, label in ticks_of(40_321, 40_324, 3)] == [
         *("40.321k", "40.322k", "40.323k", "40.324k")

@@ -26,7 +26,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     text = "the folder of a run (project_dir) or of runs, or a record (.jsonl)"
     made.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR", help=text)
     text, default = "the page, replaced if it exists (default: %(default)s)", Path("report.html")
-    made.add_argument("--output", type=Path, metavar="FILE", default=default, help=text)
+    made.add_argument("-o", "--output", type=Path, metavar="FILE", default=default, help=text)
     made.add_argument("--title", help="the page's title; by default the runs' names")
     return made
 

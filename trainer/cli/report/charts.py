@@ -232,7 +232,8 @@ def _label(value: float, step: float) -> str:
     if value == 0:
         return "0"
     size = math.floor(math.log10(abs(value)))
-    digits = max(1, size - math.floor(math.log10(step)) + 2)  # one more for a step of 2.5
+    # One more for a step of 2.5; never fewer than the digits of 200, or of 200k.
+    digits = max(1 + max(0, size) % 3, size - math.floor(math.log10(step)) + 2)
     unit = min(size // 3, len(_UNITS) - 1) if 3 <= size < 3 * len(_UNITS) else 0
     text = f"{value / 1000**unit:.{digits}g}{_UNITS[unit]}"
     return text.replace("e-0", "e-").replace("e+0", "e+").replace("-", "\N{MINUS SIGN}")

@@ -11,7 +11,7 @@ import difflib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -302,37 +302,70 @@ def uncalled_hooks(
 
 _HOOK = re.compile(r"on_.*|.*_step|.*_dataloader|configure_.*|prepare_data|setup|teardown")
 _LOADERS = [f"{phase}_dataloader" for phase in ("train", "val", "test", "predict")]
-_OTHER_WORDS = {r"_begin$": "_start", r"(?<![a-z])val_(?!dataloader)": "validation_"}
+_OTHER_WORDS = {
+    r"_begin$": "_start",
+    r"(?<![a-z])val_(?!dataloader)": "validation_",
+    r"^train_step$": "training_step",
+}
 _ALIKE = 0.9  # difflib's ratio for names that differ by a letter or two
 
 
-def check_hook_typos(owner: object, base: type) -> None:
-    """Log a warning for methods named almost like a hook that the user does not define.
+def hook_typos(owner: object, base: type) -> dict[str, str]:
+    """Return the methods named almost like a hook that the user does not define.
+
+    A method beside the hook in the same class is the user's helper. One in a subclass of the class
+    that defines the hook is a typo, unless that class has the method, too.
+
+    Args:
+        owner: The user's module, callback or datamodule.
+        base: The class whose hooks it may override.
+
+    Returns:
+        The name of each such method, with the name of the hook.
+    """
+    classes = [cls for cls in type(owner).__mro__ if cls not in base.__mro__]
+    members = [getattr(owner, "__dict__", {}), *map(vars, classes)]
+    methods = [{k for k, value in each.items() if inspect.isroutine(value)} for each in members]
+    defined = set[str]().union(*methods)
+    hooks = {*filter(_HOOK.fullmatch, dir(base)), *_LOADERS}
+    typos: dict[str, str] = {}
+    for name in sorted(defined.difference(dir(base), hooks)):
+        spelt = name
+        for others, ours in _OTHER_WORDS.items():
+            spelt = re.sub(others, ours, spelt)
+        beside = set[str]().union(*(each for each in methods if name in each))
+        # A subclass may well implement a `val_step` that an inherited validation_step calls.
+        searches = [(name, hooks - beside), (spelt, hooks - defined)]
+        spellings = (difflib.get_close_matches(each, among, 1, _ALIKE) for each, among in searches)
+        if near := next(filter(None, spellings), None):
+            typos[name] = near[0]
+    return typos
+
+
+def misspelt_as(owner: object, hook: str, base: type) -> str:
+    """Return the end of an error for a missing method: a name that may be a typo of it, or ''."""
+    typos = hook_typos(owner, base).items()
+    return next((f" It defines {name}; did you mean {hook}?" for name, h in typos if h == hook), "")
+
+
+def warn_of_hook_typos(owner: object, base: type, named: Collection[str] = ()) -> None:
+    """Log a warning for each of the `hook_typos`.
 
     This is not an error: a method may have any name and be called by the user's own code.
 
     Args:
         owner: The user's module, callback or datamodule.
         base: The class whose hooks it may override.
+        named: Hooks whose absence is an error that names the typo itself.
     """
-    classes = [cls for cls in type(owner).__mro__ if cls not in base.__mro__]
-    members = [getattr(owner, "__dict__", {}), *map(vars, classes)]
-    defined = {name for each in members for name, value in each.items() if inspect.isroutine(value)}
-    hooks = {*filter(_HOOK.fullmatch, dir(base)), *_LOADERS}
-    open_ = hooks - defined
-    for name in sorted(defined.difference(dir(base), hooks)):
-        spelt = name
-        for others, ours in _OTHER_WORDS.items():
-            spelt = re.sub(others, ours, spelt)
-        spellings = (difflib.get_close_matches(each, open_, 1, _ALIKE) for each in (name, spelt))
-        near = next(filter(None, spellings), None)
-        if near:
+    for name, hook in hook_typos(owner, base).items():
+        if hook not in named:
             logger.warning(
                 "%s defines %s, which is not a hook, so the Trainer never calls it; "
                 "did you mean %s?",
                 type(owner).__name__,
                 name,
-                near[0],
+                hook,
             )
 
 

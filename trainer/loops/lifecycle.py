@@ -21,11 +21,12 @@ from trainer.hooks import (
     PARTS_OF_UPDATE,
     HookTable,
     call_if_there,
-    check_hook_typos,
     check_signature,
     check_state_dict_methods,
     is_overridden,
+    misspelt_as,
     uncalled_hooks,
+    warn_of_hook_typos,
     with_loader_number,
     without_batch_idx,
 )
@@ -173,21 +174,30 @@ def check_is_module(module: Any, stage: str) -> None:
 
 def _lacking(module: TrainModule, stage: str) -> list[str]:
     """Return a sentence for each method that a stage needs and the module lacks."""
-    needed = [STEPS[stage][0]] if stage != "predict" else []
-    if stage == "fit":
-        needed.append("configure_optimizers")
     return [
         f"{type(module).__name__} does not define {name}, which {stage} needs: "
         f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
-        for name in needed
-        if not is_overridden(module, name, TrainModule)
+        f"{misspelt_as(module, name, TrainModule)}"
+        for name in _needed(stage)
+        if not _defines(module, name)
     ]
+
+
+def _defines(module: TrainModule | None, name: str) -> bool:
+    return is_overridden(module, name, TrainModule)
+
+
+def _needed(stage: str) -> list[str]:
+    """Return the names of the methods that a stage needs."""
+    if stage == "fit":
+        return ["training_step", "configure_optimizers"]
+    return [] if stage == "predict" else [STEPS[stage][0]]
 
 
 def steps_of(stage: str, module: TrainModule) -> list[str]:
     """Return the names of the steps that this stage calls."""
     names = ["training_step", "validation_step"] if stage == "fit" else [STEPS[stage][0]]
-    return [n for n in names if n == "predict_step" or is_overridden(module, n, TrainModule)]
+    return [n for n in names if n == "predict_step" or _defines(module, n)]
 
 
 def check_hooks(
@@ -221,6 +231,8 @@ def check_hooks(
         except TypeError as error:
             findings.append(str(error))
 
+    # Their absence is an error that names a typo; for validation_step if there is data for it.
+    named = [n for n in (*_needed(stage), "validation_step") if not _defines(module, n)]
     owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
     owners += [(callback, "callback", Callback) for callback in callbacks]
     owners += [(datamodule, "datamodule", DataModule)]
@@ -233,7 +245,7 @@ def check_hooks(
                 hook = with_loader_number(getattr(owner, name))
                 find(check_signature, hook, name, getattr(base, name))
         if context.warns:
-            check_hook_typos(owner, base)
+            warn_of_hook_typos(owner, base, named)
     if module is not None:
         find(without_batch_idx, module)
         findings += _lacking(module, stage)

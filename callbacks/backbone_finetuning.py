@@ -35,6 +35,18 @@ class BaseFinetuning(Callback):
     mode, so dropout between frozen layers stays active. Checkpoints store which parts are frozen
     and which parameter groups were added, so that a resumed run continues exactly. After the fit,
     all ``requires_grad`` flags are restored.
+
+    Example::
+
+        class EncoderFinetuning(BaseFinetuning):
+            def freeze_before_training(self, module):
+                self.freeze(module.encoder)
+
+            def finetune_function(self, module, epoch, optimizer):
+                if epoch == 5:
+                    self.unfreeze_and_add_param_group(module.encoder, optimizer, lr=1e-4)
+
+        trainer = Trainer(max_epochs=10, callbacks=[EncoderFinetuning()])
     """
 
     _trainer: Trainer | None = None  # while a fit runs
@@ -216,6 +228,11 @@ class BackboneFinetuning(BaseFinetuning):
     unfreezes.
 
     The module must have its backbone when ``fit`` begins, not only after ``configure_model``.
+
+    Example::
+
+        callback = BackboneFinetuning(unfreeze_backbone_at_epoch=5, backbone="encoder")
+        trainer = Trainer(max_epochs=10, callbacks=[callback])
 
     Args:
         unfreeze_backbone_at_epoch: The first epoch, from 0, in which the backbone is trained.

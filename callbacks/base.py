@@ -66,6 +66,14 @@ class Callback:
     all ranks (``trainer.progress``; ``trainer.callback_metrics`` at a boundary). Otherwise the
     ranks deadlock.
 
+    Example::
+
+        class PrintLoss(Callback):
+            def on_validation_end(self, trainer, module):
+                print(trainer.current_epoch, trainer.callback_metrics["val/loss"])
+
+        trainer = Trainer(max_epochs=10, callbacks=[PrintLoss()])
+
     Attributes:
         runs_last: Whether the Trainer calls this callback after all callbacks without this flag. A
             callback that saves checkpoints must set it, so that a checkpoint includes the decisions

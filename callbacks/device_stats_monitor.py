@@ -80,6 +80,10 @@ class DeviceStatsMonitor(Callback):
 
     The process's memory is read from ``/proc``, or with psutil on systems without it.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[DeviceStatsMonitor()])
+
     Args:
         cpu_stats: Log the first two values. None is the same as True, on every device.
 

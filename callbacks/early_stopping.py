@@ -19,6 +19,11 @@ class EarlyStopping(MonitorCallback):
     ``patience`` counts validations or epochs, for example. All ranks have the same value and make
     the same decision. ``min_epochs`` and ``min_steps`` of the Trainer still apply.
 
+    Example::
+
+        callback = EarlyStopping("val/accuracy", mode="max", patience=5)
+        trainer = Trainer(max_epochs=100, callbacks=[callback])
+
     Args:
         monitor: Name of a logged metric.
         mode: ``min`` if smaller is better, ``max`` if larger is.

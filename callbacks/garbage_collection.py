@@ -20,6 +20,10 @@ class GarbageCollection(Callback):
     Tensors that are not part of a reference cycle are freed at once, as always. A step that creates
     many reference cycles needs a smaller interval.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[GarbageCollection(every="500 steps")])
+
     Args:
         every: The interval of collections, besides one before the first update.
         generation: The oldest generation to collect, from 0 (the youngest objects) to 2 (all).

@@ -22,6 +22,11 @@ class GradientAccumulationScheduler(Callback):
     the first entry. The gradient is the mean over the whole window, whatever its length; the
     learning rate is not changed.
 
+    Example::
+
+        callback = GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})
+        trainer = Trainer(max_epochs=10, callbacks=[callback])
+
     Args:
         scheduling: A dict from epoch (from 0) to the number of micro-batches per process and update
             from that epoch on.

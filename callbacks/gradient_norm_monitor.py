@@ -29,6 +29,10 @@ class GradientNormMonitor(Callback):
     ``grad_norm/<part>``. Nothing is computed at other updates (``log_every``), and nothing waits
     for the device. An update that fp16 skips because of overflow has an infinite or NaN norm.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[GradientNormMonitor(per="module")])
+
     Args:
         per: Also log the norm of the parameters below each ``"module"``, of each ``"parameter"``,
             of each ``"optimizer"``, or of each ``"group"`` of the optimizers (its ``"name"``, or

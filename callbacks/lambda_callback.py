@@ -23,6 +23,14 @@ class LambdaCallback(Callback):
     A function takes the arguments of the :class:`Callback` hook of its name: the trainer, the
     module, and any others that the hook has. Checkpoints hold no state of this callback.
 
+    Example::
+
+        def print_metrics(trainer, module):
+            print(trainer.current_epoch, dict(trainer.callback_metrics))
+
+        callback = LambdaCallback(on_train_epoch_end=print_metrics)
+        trainer = Trainer(max_epochs=10, callbacks=[callback])
+
     Args:
         **hooks: A function for each hook, by the hook's name.
 

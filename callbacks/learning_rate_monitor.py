@@ -36,6 +36,10 @@ class LearningRateMonitor(Callback):
     ``"name"`` in the scheduler's own dict replaces ``lr-<optimizer>``. The value at step *n* is the
     learning rate after *n* steps of the scheduler.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[LearningRateMonitor(log_momentum=True)])
+
     Args:
         log_momentum: Also log ``<name>-momentum`` (``betas[0]`` where the optimizer has betas).
         log_weight_decay: Also log ``<name>-weight_decay``.

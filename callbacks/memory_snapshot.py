@@ -29,6 +29,10 @@ class MemorySnapshot(Callback):
     Only CUDA's allocator keeps such a history. On other devices nothing is recorded, with one
     warning, so that a script runs anywhere. With ``fast_dev_run`` nothing is recorded.
 
+    Example::
+
+        trainer = Trainer(max_steps=10, callbacks=[MemorySnapshot(skip_steps=2, steps=3)])
+
     Args:
         dirpath: The folder, by default ``memory`` in the Trainer's ``project_dir``.
         skip_steps: Updates of this start to skip before the recording; by default 1, and none if

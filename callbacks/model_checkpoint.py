@@ -64,6 +64,13 @@ class ModelCheckpoint(Callback):
     Checkpoints that are no longer kept are removed after the new one is committed. The final update
     is saved by the same rules even if no save is due.
 
+    Example::
+
+        checkpoint = ModelCheckpoint(monitor="val/accuracy", mode="max", save_top_k=3)
+        trainer = Trainer(max_epochs=10, project_dir="runs/digits", callbacks=[checkpoint])
+        trainer.fit(module, train_loader, val_loader, ckpt_path="auto")  # resumes a stopped run
+        trainer.test(module, test_loader, ckpt_path="best")
+
     Args:
         monitor: Name of the metric that ranks the checkpoints. None ranks the newest first.
         mode: ``min`` if smaller is better, ``max`` if larger is.

@@ -37,6 +37,11 @@ class ModelPruning(Callback):
     ``weight_mask``, which begins as ones. Checkpoints have the same form, so that a run can resume.
     After a run, `make_pruning_permanent` restores the original names.
 
+    Example::
+
+        callback = ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.2)
+        trainer = Trainer(max_epochs=10, callbacks=[callback])
+
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``,
             ``"random_structured"``, or a class of torch's `BasePruningMethod`.

@@ -116,6 +116,10 @@ def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None)
 class ModelSummary(Callback):
     """Print a table of the model's submodules when ``fit`` begins, see :func:`summarize`.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[ModelSummary(max_depth=2, flops=True)])
+
     Args:
         max_depth: Levels of nesting to show; 0 shows only the totals, -1 every level.
         flops: Count the FLOPs of the first batch's forward pass, up to its first backward, in total

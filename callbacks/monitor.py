@@ -23,6 +23,17 @@ Mode = Literal["min", "max"]
 class Monitor:
     """The metric ``name``, whose smallest (``min``) or largest (``max``) value is best.
 
+    Example::
+
+        class PrintLoss(Callback):
+            loss = Monitor("val/loss", "min")
+
+            def on_boundary(self, trainer, module):
+                if (value := self.loss.read(trainer)) is not None:
+                    print(trainer.global_step, value)
+
+        trainer = Trainer(max_epochs=10, callbacks=[PrintLoss()])
+
     Raises:
         ValueError: If ``name`` is not the name of a metric, or ``mode`` is unknown.
     """

@@ -25,6 +25,10 @@ class OnExceptionCheckpoint(Callback):
     model, `fit` raises an error for this callback, because each process has only its shard of the
     weights.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[OnExceptionCheckpoint()])
+
     Args:
         dirpath: The folder, by default the run's checkpoints folder.
     """

@@ -30,6 +30,11 @@ class PredictionWriter(Callback):
     each has its own folder, ``dataloader_idx_0`` and so on. With ``fast_dev_run`` nothing is
     written.
 
+    Example::
+
+        trainer = Trainer(callbacks=[PredictionWriter("predictions")])
+        trainer.predict(module, test_loader)
+
     Args:
         dirpath: The folder, by default ``predictions`` in the Trainer's ``project_dir``.
         write_interval: ``"epoch"``: at the end, rank 0 merges all batches into

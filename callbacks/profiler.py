@@ -29,6 +29,10 @@ class Profiler(Callback):
     the run ends during a recording, the incomplete recording is written. If the run fails, nothing
     is written. With ``fast_dev_run`` nothing is recorded.
 
+    Example::
+
+        trainer = Trainer(max_steps=20, callbacks=[Profiler(wait=5, warmup=2, active=3)])
+
     Args:
         dirpath: The folder, by default ``profile`` in the Trainer's ``project_dir``.
         wait: Updates to skip before each recording, because the first ones compile and allocate.

@@ -236,6 +236,10 @@ class ProgressBar(Callback):
     log file, CI), each finished bar that stays is a line of plain text, and an unfinished bar
     prints a line every minute.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[ProgressBar(refresh_rate=1)])
+
     Args:
         refresh_rate: The maximum number of redraws per second; 0 shows nothing.
 

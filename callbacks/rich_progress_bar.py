@@ -148,6 +148,10 @@ class RichProgressBar(ProgressBar):
     logged text appears above the bars; the clock of an epoch is paused during validations; and a
     notebook needs no widgets.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[RichProgressBar()])
+
     Args:
         refresh_rate: The maximum number of redraws per second; 0 shows nothing.
 

@@ -107,6 +107,10 @@ class SlowRankDetector(Callback):
     row, a warning names it, its machine and the part. With one process nothing happens. On an
     accelerator, the times are compared one log interval later, so that nothing waits for them.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[SlowRankDetector(threshold=1.5)])
+
     Args:
         threshold: A process is slow if its time exceeds this multiple of the others' median.
         min_share: The difference must also exceed this fraction of the time of an update.

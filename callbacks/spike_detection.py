@@ -35,6 +35,11 @@ class SpikeDetection(MonitorCallback):
     waits for the device. They are reduced over all processes, so that all processes make the same
     decision. In a run with one process on an accelerator, a step's value is read one update later.
 
+    Example::
+
+        callback = SpikeDetection("train/loss", action="stop", patience=3)
+        trainer = Trainer(max_epochs=10, callbacks=[callback])
+
     Args:
         monitor: Name of a logged metric, the training loss for example.
         mode: ``min`` if smaller is better, so that a spike is a rise; ``max`` if it is a fall.

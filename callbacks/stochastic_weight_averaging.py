@@ -40,6 +40,11 @@ class StochasticWeightAveraging(Callback):
     final mean; earlier checkpoints hold the trained weights. A run can resume exactly from each.
     Put callbacks that may stop the run before this one, so that it recognises the last update.
 
+    Example::
+
+        callback = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=0.8)
+        trainer = Trainer(max_epochs=10, callbacks=[callback])
+
     Args:
         swa_lrs: The learning rate, or one for each parameter group (of all optimizers in turn).
         swa_epoch_start: The first epoch, counted from 1, or as a fraction of ``max_epochs``.

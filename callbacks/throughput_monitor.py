@@ -58,6 +58,10 @@ class ThroughputMonitor(Callback):
     not counted: pass ``flops_per_batch`` then, from a formula such as in Chowdhery et al., "PaLM",
     2022, appendix B. Checkpoints store the number for resumed runs.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[ThroughputMonitor(window_size=50)])
+
     Args:
         window_size: The number of updates over which speeds are averaged.
         flops_per_batch: FLOPs of the forward and backward pass of one micro-batch of one process.

@@ -25,6 +25,13 @@ class Timer(Callback):
     boundary. Like every stop request, it waits for ``min_epochs`` and ``min_steps``. A running
     validation is finished first.
 
+    Example::
+
+        timer = Timer(duration="8 hours")
+        trainer = Trainer(max_epochs=10, callbacks=[timer])
+        trainer.fit(module, train_loader, val_loader)
+        print(timer.time_elapsed("train"))  # seconds
+
     Args:
         duration: How long to train: ``"30 minutes"``, ``"00:12:00:00"`` (days, hours, minutes,
             seconds), a ``timedelta``, or its arguments as a dict. None only measures.

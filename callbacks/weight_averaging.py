@@ -31,6 +31,11 @@ class WeightAveraging(Callback):
 
     It needs memory for one copy of the trained weights (float32 for 16-bit weights).
 
+    Example::
+
+        callback = WeightAveraging(decay=0.9999, decay_warmup=True)
+        trainer = Trainer(max_epochs=10, callbacks=[callback])
+
     Args:
         decay: The weight of the old average at each update, from 0 to 1; 0.999 averages over about
             the last 1000 updates.
@@ -206,6 +211,10 @@ class EMA(WeightAveraging):
     """`WeightAveraging` under its usual name.
 
     It is a class and not an alias, so that a configuration file can use its short name.
+
+    Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[EMA(decay=0.9999)])
     """
 
     @property

@@ -265,7 +265,8 @@ def test_every_command_is_in_the_table_of_its_page():
 
 REFERENCE_HEAD = """# Reference
 
-Every public name, by package. The pages below have the signatures, arguments, errors and units.
+Every public name, by package. The pages below have the signatures, arguments, errors, units and
+examples.
 
 ```{toctree}
 :maxdepth: 1

@@ -59,6 +59,14 @@ def _parse_text(text: str) -> tuple[float, Unit, int]:
 class Progress(NamedTuple):
     """The progress of a run, in every unit that an interval may count.
 
+    Example::
+
+        class PrintItems(Callback):
+            def on_train_epoch_end(self, trainer, module):
+                print(f"{trainer.progress.items} items in {trainer.progress.seconds:.0f} s")
+
+        trainer = Trainer(max_epochs=10, callbacks=[PrintItems()])
+
     Attributes:
         steps: Optimizer updates.
         epochs: Complete epochs, plus the fraction of the current one if its length is known.
@@ -83,6 +91,10 @@ class Interval:
     """How often something is due: once per ``every`` of ``unit``, such as 500 ``"steps"``.
 
     Users write a string or an int, see :meth:`parse`.
+
+    Example::
+
+        trainer = Trainer(max_epochs=10, val_every=Interval(500, "steps"))  # or "500 steps"
 
     Attributes:
         every: How many of the unit.

@@ -1,0 +1,152 @@
+"""Every public class and function has an example in its docstring, and the example runs.
+
+An example is the code below a line ``Example::``. It may use the public names, `torch`, the files
+in `checkpoint`, and what `SETUP` makes, as the script of a user would have made it before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import callbacks
+import trackers
+import trainer
+
+PACKAGES = (callbacks,)
+PUBLIC = {
+    f"{package.__name__}.{name}": getattr(package, name)
+    for package in PACKAGES
+    for name in package.__all__
+}
+EXAMPLE = re.compile(r"^Example::\n\n((?: {4}.*\n|\n)+)", re.MULTILINE)
+
+# Errors that name what this machine lacks, where an example asks the Trainer or the Accelerator for
+# it. The arguments have been checked by then.
+LACKING: dict[str, tuple[type[Exception], str]] = {}
+
+
+def needs_example(thing: Any) -> bool:
+    """Whether a public name must have an example: errors and enumerations need none."""
+    if inspect.isclass(thing):
+        return not issubclass(thing, (BaseException, Enum))
+    return inspect.isfunction(thing)
+
+
+def example_of(thing: Any) -> str:
+    """Return the code of the example in a docstring, empty if there is none."""
+    match = EXAMPLE.search(inspect.cleandoc(thing.__doc__ or "") + "\n")
+    return textwrap.dedent(match[1]).strip() if match else ""
+
+
+# -- what the examples use -------------------------------------------------------------------------
+
+
+class Classifier(trainer.TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU())
+        self.head = torch.nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val/loss", torch.nn.functional.cross_entropy(self(x), y))
+        self.log("val/accuracy", (self(x).argmax(-1) == y).float().mean())
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test/accuracy", (self(x).argmax(-1) == y).float().mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
+
+
+def make_loader(_: Namespace) -> DataLoader[Any]:
+    data = TensorDataset(torch.randn(16, 8), torch.randint(3, (16,)))
+    return DataLoader(data, batch_size=8, shuffle=True)
+
+
+SETUP: dict[str, Callable[[Namespace], Any]] = {
+    "module": lambda _: Classifier(),
+    "train_loader": make_loader,
+    "val_loader": make_loader,
+    "test_loader": make_loader,
+}
+
+
+class Namespace(dict[str, Any]):
+    """The variables of an example; those of `SETUP` are made when they are first used."""
+
+    def __missing__(self, name: str) -> Any:
+        if name not in SETUP:
+            raise KeyError(name)  # Python then looks among the builtins
+        return self.setdefault(name, SETUP[name](self))
+
+
+def run_example(name: str, text: str) -> Namespace:
+    namespace = Namespace(torch=torch, __name__="example")
+    for package in (callbacks, trackers, trainer):
+        namespace |= {each: getattr(package, each) for each in package.__all__}
+    exec(compile(text, f"<example of {name}>", "exec"), namespace)
+    return namespace
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
+
+def test_every_public_class_and_function_has_an_example():
+    named = {name for name, thing in PUBLIC.items() if needs_example(thing)}
+    assert named - {name for name in named if example_of(PUBLIC[name])} == set()
+
+
+@pytest.mark.parametrize("name", [name for name, thing in PUBLIC.items() if example_of(thing)])
+def test_the_example_runs(name):
+    if name in LACKING:
+        error, text = LACKING[name]
+        with pytest.raises(error, match=text):
+            run_example(name, example_of(PUBLIC[name]))
+        return
+    namespace = run_example(name, example_of(PUBLIC[name]))
+    if name.startswith("callbacks.") and "module" not in namespace:  # no fit yet
+        namespace["trainer"].fit(Classifier(), make_loader(namespace), make_loader(namespace))
+
+
+def test_what_is_wrong_is_noticed():
+    def broken():
+        """Broken.
+
+        Example::
+
+            early_stopping = EarlyStopping(monitr="val/loss")
+
+        Args:
+            none: Not a part of the example.
+        """
+
+    assert needs_example(broken)
+    assert example_of(broken).endswith('EarlyStopping(monitr="val/loss")')
+    with pytest.raises(TypeError, match="monitr"):
+        run_example("broken", example_of(broken))
+    with pytest.raises(NameError, match="trainning"):
+        run_example("broken", "trainning")
+    assert example_of(make_loader) == ""

@@ -69,6 +69,12 @@ default_role = "literal"  # extensions/names.py makes links of public names
 # -- the theme -------------------------------------------------------------------------------------
 
 html_theme = "furo"
+if repository := os.environ.get("DOCS_REPOSITORY"):  # noqa: TID251 - not a setting of Cadence
+    html_theme_options = {  # "Edit this page"
+        "source_repository": repository,
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_title = f"Cadence {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

@@ -23,8 +23,6 @@ from trainer import Accelerator, AcceleratorState, GradientState, PartialState
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "accelerator-members.md"
 
-# Engines that are refused: their fields are those of the documentation, in trainer/configuration/.
-REFUSED = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "MegatronLMPlugin"}
 # Of the trainer, not of a loop of one's own; and the classes that have tables of their own.
 ELSEWHERE = {
     "CombinedLoader",
@@ -45,7 +43,6 @@ class Row(NamedTuple):
 
     section: str
     names: tuple[str, ...]
-    text: str
     tests: tuple[tuple[str, str], ...]  # file below tests/, name
 
 
@@ -62,7 +59,7 @@ def rows_of(text: str) -> list[Row]:
             shown = True
         elif shown and not line.startswith("|---"):
             tests = tuple((file, name) for name, file in LINK.findall(cells[-1]))
-            rows.append(Row(section, tuple(re.findall(r"`(.+?)`", cells[0])), cells[1], tests))
+            rows.append(Row(section, tuple(re.findall(r"`(.+?)`", cells[0])), tests))
     return rows
 
 
@@ -156,29 +153,6 @@ def test_no_member_has_two_rows():
     for section in {row.section for row in ROWS}:
         names = named_in(section)
         assert len(names) == len(set(names)), section
-
-
-def has_default(field: dataclasses.Field) -> bool:
-    missing = dataclasses.MISSING
-    return field.default is not missing or field.default_factory is not missing
-
-
-def default_of(field: dataclasses.Field) -> str:
-    """As the page writes it: the members of a choice by their values."""
-    made = field.default_factory is not dataclasses.MISSING
-    default = field.default_factory() if made else field.default
-    return repr(default.value if isinstance(default, Enum) else default).replace("'", '"')
-
-
-def test_every_field_of_a_configuration_is_listed_with_its_default():
-    for row in ROWS:
-        for name in row.names if row.section == "Configurations and handlers" else ():
-            if name in REFUSED or not dataclasses.is_dataclass(kind := of(name)):
-                continue
-            messages = dict(re.findall(r"`(\w+)=(.+?)`", row.text))
-            fields = dataclasses.fields(kind)
-            optional = (each for each in fields if has_default(each))
-            assert messages == {field.name: default_of(field) for field in optional}
 
 
 def test_objects_are_where_the_page_says():

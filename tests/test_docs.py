@@ -27,6 +27,7 @@ from typing import NamedTuple
 import pytest
 
 import trainer.configuration
+import trainer.utils
 from tests.helpers.programs import forget_modules_in, run_command
 from tests.helpers.ranks import RankError
 from trainer.cli import COMMANDS
@@ -286,8 +287,11 @@ reference/environment
 
 
 def summary_of(thing: object) -> str:
-    """The first paragraph of a docstring, on one line."""
-    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+    """The first paragraph of a docstring, on one line; of a constant its value."""
+    if isinstance(thing, str):
+        return f"`{thing}`"
+    summary = " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+    return re.sub(r":\w+:`", "`", summary)  # roles are for Sphinx
 
 
 def make_reference() -> str:
@@ -297,7 +301,19 @@ def make_reference() -> str:
         package = import_module(name)
         rows = [f"| `{each}` | {summary_of(getattr(package, each))} |" for each in package.__all__]
         parts.append("\n".join([f"## {name}\n", "| name | what it is |", "|---|---|", *rows]))
-    return "\n\n".join([*parts, settings_table()]) + "\n"
+    return "\n\n".join([*parts, utils_table(), settings_table()]) + "\n"
+
+
+def utils_table() -> str:
+    """What only `trainer.utils` has."""
+    names = [name for name in trainer.utils.__all__ if name not in trainer.__all__]
+    rows = [f"| `{name}` | {summary_of(getattr(trainer.utils, name))} |" for name in names]
+    head = [
+        "## trainer.utils\n",
+        "The names of `accelerate.utils`; those that `trainer` has too are above.\n",
+        "| name | what it is |",
+    ]
+    return "\n".join([*head, "|---|---|", *rows])
 
 
 def settings_table() -> str:

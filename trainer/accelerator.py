@@ -623,7 +623,13 @@ class Accelerator:
         return self.state.split_between_processes(inputs, apply_padding=apply_padding)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has called this method."""
+        """Wait until every process has called this method.
+
+        After 30 seconds a warning names the missing ranks.
+
+        Raises:
+            DistributedOperationException: On all processes, if one is in another collective.
+        """
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -873,7 +879,14 @@ class Accelerator:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """Return a loader of this rank's shard of the data, with its batches on the device."""
+        """Return a loader of this rank's shard of the data, with its batches on the device.
+
+        Args:
+            data_loader: The loader.
+            device_placement: Overrides the constructor's.
+            slice_fn_for_dispatch: Divides the batches that rank 0 reads for all; see
+                `trainer.utils.slice_tensors` for its arguments.
+        """
         device, dispatch = self._placed(device_placement), self.dispatch_batches
         if dispatch is None and self.engine.parallel.dp_size != self.num_processes:
             dispatch = False  # rank 0 can only send different batches
@@ -924,7 +937,11 @@ class Accelerator:
         return join.join_uneven_inputs(joinables, self._dataloaders, even_batches, self)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a device map has already spread the model over several devices."""
+        """Return whether a device map has already spread the model over several devices.
+
+        Several processes refuse to prepare such a model, unless ``ACCELERATE_BYPASS_DEVICE_MAP`` is
+        true.
+        """
         _check_argument("verify_device_map", "model", model, isinstance(model, nn.Module))
         return models.verify_device_map(model)
 
@@ -1255,7 +1272,19 @@ class Accelerator:
     # -- collectives ---------------------------------------------------------------------------
 
     def gather(self, tensor: T) -> T:
-        """See `trainer.distributed.collectives.gather`."""
+        """Gather tensors of all processes, concatenated along the first dimension; collective.
+
+        Args:
+            tensor: Tensors in nested containers, each of the same shape on every process.
+
+        Returns:
+            The same containers. A tensor of shape (N, …) becomes (num_processes * N, …), a 0-d
+            tensor (num_processes,).
+
+        Raises:
+            TypeError: There are several processes, and a leaf is not a dense tensor.
+            DistributedOperationException: The processes' calls do not match.
+        """
         return cast("T", collectives.gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -1264,13 +1293,35 @@ class Accelerator:
         return gather_for_metrics(input_data, use_gather_object, copies)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """See `trainer.distributed.collectives.reduce`."""
+        """All-reduce each tensor in nested containers, and return the results; collective.
+
+        Args:
+            tensor: Tensors, each of the same shape on every process; they are not changed.
+            reduction: ``"sum"``, ``"mean"``, or ``"none"`` for the local values.
+            scale: A factor for the result.
+
+        Raises:
+            ValueError: The reduction is unknown.
+            TypeError: A leaf is not a dense tensor, or the mean of integers is requested.
+            DistributedOperationException: The processes' calls do not match.
+        """
         return cast("T", collectives.reduce(tensor, reduction, scale))
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """See `trainer.distributed.collectives.pad_across_processes`."""
+        """Pad dimension `dim` of each tensor to its largest size over the processes; collective.
+
+        Args:
+            tensor: Tensors in nested containers.
+            dim: The dimension to pad. A tensor without it is returned as it is.
+            pad_index: The value to pad with.
+            pad_first: Pad at the beginning instead of the end.
+
+        Raises:
+            TypeError: A leaf is not a tensor.
+            DistributedOperationException: The processes' calls do not match.
+        """
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     # -- saving --------------------------------------------------------------------------------
@@ -1429,8 +1480,9 @@ class Accelerator:
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before a save; `weights` are state dicts.
 
-        Files that the hook writes to `output_dir` become part of the checkpoint. State dicts that
-        it removes from `weights` are not saved.
+        Files that the hook writes to `output_dir` become part of the checkpoint; it is a temporary
+        folder until the save is complete. State dicts that the hook removes from `weights` are not
+        saved. Hooks run on all processes in the same order and may communicate.
         """
         _check_argument("register_save_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._save_hooks)

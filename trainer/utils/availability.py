@@ -152,10 +152,10 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Return whether NPUs can be used: always False, they are not supported yet.
+    """Return whether devices of this kind can be used: always False, they are not supported yet.
 
-    `is_mlu_available`, `is_musa_available`, `is_sdaa_available`, `is_neuron_available` and
-    `is_hpu_available` say the same of other devices that need a package beside torch.
+    `is_mlu_available`, `is_musa_available`, `is_sdaa_available` and `is_neuron_available` are the
+    same function; each of these devices needs a package beside torch.
     """
     del check_device
     return False

@@ -348,6 +348,7 @@ class Trainer:
         self._fit_loaders: FitLoaders | None = None  # of the latest fit
         self._recorder: Recorder | None = None
         self._stop_requested = False
+        self._failed_in = ""  # the position of an error in a fit
         self._datamodule: Any = None
         self._module: TrainModule | None = None
 
@@ -453,7 +454,7 @@ class Trainer:
         self._fit_loaders = None
         loaders = FitLoaders(self._context, module, train_dataloaders, val_dataloaders, datamodule)
         with (
-            HiddenFrames(self._where),
+            HiddenFrames(lambda: self._failed_in),
             watch_signals(
                 tells_ctrl_c=self.accelerator.is_local_main_process,
                 budget=self._context.settings.budget,
@@ -1252,7 +1253,7 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[Stage]:
-        self._stop_requested = False
+        self._stop_requested, self._failed_in = False, "set-up"
         self._datamodule, self._module = datamodule, module
         settings = self._context.settings
         detects_anomaly = settings.detect_anomaly and name == "fit"
@@ -1267,8 +1268,11 @@ class Trainer:
         ):
             try:
                 yield stage
+                self._failed_in = "teardown"
             except BaseException:
                 note_place()  # before teardown, which loses the position
+                if isinstance(self._run, FitRun):
+                    self._failed_in = self._run.failed_in()
                 raise
 
     def _place(self, stage: str) -> str:
@@ -1297,10 +1301,6 @@ class Trainer:
         finally:
             if self._recorder is not None:
                 self._recorder.finish(status, error)
-
-    def _where(self) -> str:
-        """Return where an error in the fit occurred."""
-        return f"epoch {self.current_epoch}, update {self.global_step + 1}"
 
     @contextmanager
     def _evaluation(

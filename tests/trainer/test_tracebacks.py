@@ -53,6 +53,46 @@ def test_only_the_users_frames_are_shown():
     assert note.endswith(f"frames of Cadence hidden, {FULL}=1 shows them")
 
 
+class FailsElsewhere(Line):
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def setup(self, stage):
+        self.fail_in("set-up")
+
+    def validation_step(self, batch, batch_idx):
+        if self.trainer.sanity_checking and batch_idx == 1:
+            self.fail_in("sanity check before the training, validation batch 1")
+        if not self.trainer.sanity_checking:
+            self.fail_in("epoch 0, after update 2, validation batch 0")
+
+    def on_train_epoch_end(self):
+        self.fail_in("epoch 0, update 3")
+
+    def teardown(self, stage):
+        self.fail_in("teardown")
+
+    def fail_in(self, where):
+        if self.where == where:
+            raise RuntimeError("wrong")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "set-up",
+        "sanity check before the training, validation batch 1",
+        "epoch 0, after update 2, validation batch 0",
+        "epoch 0, update 3",
+        "teardown",
+    ],
+)
+def test_the_note_says_where_a_fit_failed(where):
+    error = fails(lambda: quiet().fit(FailsElsewhere(where), loader(), loader()))
+    assert error.__notes__[0].split(": ")[0] == where
+
+
 def test_evaluations_hide_frames_too():
     error = fails(lambda: quiet().test(Fails(), loader()))
     assert functions_of(error) == ["fails", "<lambda>", "call", "test_step"]  # `suggest_arguments`

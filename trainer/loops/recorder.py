@@ -70,13 +70,16 @@ class Recorder:
 
     @contextmanager
     def sanity_check(self) -> Iterator[None]:
-        """Let `record` only remember inside, and put the latest values back on exit."""
+        """Let `record` only remember inside, and put the latest values back on exit.
+
+        After an error `sanity_checking` stays: it says where the run has failed.
+        """
         latest, updates = dict(self.latest), dict(self.updates)
         self.sanity_checking = True
         try:
             yield
-        finally:
             self.sanity_checking = False
+        finally:
             self.latest, self.updates = latest, updates
 
     def record(self, values: Mapping[str, Value], *, step: int, epoch: int) -> dict[str, float]:

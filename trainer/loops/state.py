@@ -474,9 +474,25 @@ class FitRun(Run):
         """See `Run.place`."""
         scope, counters = self.metrics.scope, self.counters
         where = f"{stage}, epoch {counters.epoch}, step {counters.global_step}"
+        if self.recorder.sanity_checking:
+            where = f"{stage}, sanity check"
         if scope is not None and scope.phase != "train":
             return f"{where}, {scope.phase} batch {self.batch_idx}"
         return f"{where}, batch {self.batch_idx}"
+
+    def failed_in(self) -> str:
+        """Describe this process's position, for the error that ends the run."""
+        scope, counters = self.metrics.scope, self.counters
+        validates = scope is not None and scope.phase != "train"
+        batch = f", validation batch {self.batch_idx}" if validates else ""
+        if self.recorder.sanity_checking:
+            return f"sanity check before the training{batch}"
+        update = (
+            f"after update {counters.global_step}"
+            if validates
+            else f"update {counters.global_step + 1}"
+        )
+        return f"epoch {counters.epoch}, {update}{batch}"
 
     def own_stats(
         self,

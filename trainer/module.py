@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -105,9 +105,17 @@ class TrainModule(nn.Module):
     automatic_optimization: bool = True
     strict_loading: bool = True
 
+    _needs_trainer: ClassVar[frozenset[str]] = frozenset({"trainer"})  # raise outside a run
+
     def __init__(self) -> None:
         super().__init__()
         self._trainer: Trainer | None = None
+
+    def __dir__(self) -> list[str]:
+        # torch.jit.trace and inspect.getmembers read every attribute that is listed.
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]  # torch's
+        in_run = self.__dict__.get("_trainer") is not None
+        return names if in_run else [name for name in names if name not in self._needs_trainer]
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy made during a run (for weight averaging, or pickled for a worker) has no trainer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer.lightning as L
 from tests.moving.running import real
 from tests.numerics.running import copy_of
-from trainer import GradScalerKwargs
+from trainer import GradScalerKwargs, TrainModule
 from trainer.checkpoint.lock import alone_in
 from trainer.lightning.pytorch import demos
 from trainer.lightning.pytorch.callbacks import (
@@ -780,6 +781,30 @@ def test_a_traced_module_computes_the_same_and_each_submodule_stays_in_its_mode(
     traced = module.to_torchscript(method="trace", example_inputs=X[:2])
     assert [part.training for part in module.modules()] == before
     torch.testing.assert_close(traced(X), module.net.eval()(X))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")  # a FutureWarning from 2.14 on
+@pytest.mark.parametrize("base", [TrainModule, L.LightningModule])
+def test_a_module_can_be_traced_outside_a_run(base):
+    class Calls(base):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(X.shape[1], 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    class Outer(Calls):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Calls()
+
+    module = Outer().eval()
+    traced = torch.jit.trace(module, X[:2])
+    torch.testing.assert_close(traced(X), module.net.net(X))
+    assert "net" in dir(module)
+    assert "trainer" not in dir(module)  # such as a completion, which reads what is listed
+    assert dict(inspect.getmembers(module)).keys() == set(dir(module))
 
 
 class Block(torch.nn.Linear):

@@ -109,6 +109,7 @@ class LightningModule(HyperparametersMixin, TrainModule):
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     example_input_array: Any = None
+    _needs_trainer = TrainModule._needs_trainer | {"logger", "loggers", "device_mesh"}
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]  # Lightning's name of the path
@@ -331,7 +332,7 @@ class LightningModule(HyperparametersMixin, TrainModule):
                 "module of a trainer. torch.export.export is torch's way today."
             )
         sample = self._example(example_inputs, "to_torchscript")
-        with torch.no_grad(), _evaluating(self), _readable(self):
+        with torch.no_grad(), _evaluating(self):
             traced = torch.jit.trace(self, sample, **kwargs)
         if file_path is not None:
             traced.save(str(file_path))
@@ -357,19 +358,6 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-@contextmanager
-def _readable(module: nn.Module) -> Iterator[None]:
-    """Let tracing read all attributes; ``trainer`` raises an error outside a run."""
-    parts = [each for each in module.modules() if vars(each).get("_trainer", module) is None]
-    for part in parts:
-        vars(part)["_trainer"] = object()
-    try:
-        yield
-    finally:
-        for part in parts:
-            vars(part)["_trainer"] = None
 
 
 class LightningDataModule(HyperparametersMixin, DataModule):

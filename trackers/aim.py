@@ -19,6 +19,10 @@ class AimTracker(MediaTracker):
     values that are logged again replace those of the killed run. Files are stored in the folder
     ``artifacts`` beside the repository, unless `artifacts_uri` names another place.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with=AimTracker("digits", "runs", name="baseline"))
+
     Args:
         run_name: the experiment, that is, the project.
         logging_dir: the folder of the repository ``.aim``.

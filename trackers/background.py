@@ -64,6 +64,13 @@ class BackgroundTracker(GeneralTracker):
     `finish` waits until everything is recorded, at most `finish_timeout` seconds, and reports what
     was lost. Other public attributes are forwarded to the tracker once it has started.
 
+    Example::
+
+        tracker = BackgroundTracker(TensorBoardTracker("digits", "runs"), finish_timeout=60)
+        tracker.start()
+        tracker.log({"train/loss": 0.25}, step=1)
+        tracker.finish()
+
     Args:
         tracker: the tracker, not started. Use it only through this object from now on.
         capacity: the maximum number of records in the queue.

@@ -26,20 +26,22 @@ class GeneralTracker:
     that it supports. Creating an instance without these attributes raises an error that shows how
     to define them.
 
-    ```python
-    @register_tracker
-    class Printer(GeneralTracker):
-        name = "printer"
-        requires_logging_directory = False
-        tracker = property(lambda self: self)
-
-        def log(self, values, step, **kwargs):
-            print(step, values)
-    ```
-
     `log_with` creates a tracker as `cls(run_name, **init_kwargs)`, or `cls(run_name, logging_dir,
     **init_kwargs)` if it requires a directory. A constructor should only store its arguments. Open
     files and connections in `start`, which runs on a background thread.
+
+    Example::
+
+        @register_tracker
+        class Printer(GeneralTracker):
+            name = "printer"
+            requires_logging_directory = False
+            tracker = property(lambda self: self)
+
+            def log(self, values, step, **kwargs):
+                print(step, values)
+
+        trainer = Trainer(max_epochs=10, log_with="printer")
 
     Attributes:
         name: its name in `log_with`, `init_kwargs` and `get_tracker`.

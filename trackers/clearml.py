@@ -31,6 +31,10 @@ class ClearMLTracker(MediaTracker):
     A task that the script has open is joined, and stays open at the end. ClearML's hooks into torch
     and the parser of arguments are disabled unless `kwargs` enable them.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with=ClearMLTracker("digits", tags=["baseline"]))
+
     Args:
         run_name: the name of the project.
         name: the name of the task; that of the project by default.

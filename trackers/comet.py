@@ -24,6 +24,10 @@ class CometMLTracker(MediaTracker):
     the version of the code, the output and the machine. Its hooks into torch are disabled unless
     `kwargs` enable them.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with=CometMLTracker("digits", tags=["baseline"]))
+
     Args:
         run_name: the name of the project.
         **kwargs: arguments of `comet_ml.start`, for example `workspace`, `experiment_key`,

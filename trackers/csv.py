@@ -39,6 +39,10 @@ class CSVTracker(GeneralTracker):
     evaluates, or a run with a `purge_step`. Any other run renames the existing table first, because
     rows of two runs could not be distinguished. It logs a warning, except for a fit of a `Trainer`.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with=CSVTracker("digits", "runs"))
+
     Args:
         run_name: the name of the run and of its folder.
         logging_dir: the folder of all runs.

@@ -22,6 +22,10 @@ class DVCLiveTracker(MediaTracker):
     resumes continues them, without what a killed run logged after its last checkpoint. Any other
     run of the `Trainer` replaces them, as DVCLive does.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with=DVCLiveTracker(name="baseline", report="html"))
+
     Args:
         run_name: has no effect: DVC names experiments itself.
         live: a `dvclive.Live` of the script, which stays open at the end.

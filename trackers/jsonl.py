@@ -24,6 +24,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A last line without a line break was cut off by a crash and is left out. The texts "NaN",
     "Infinity" and "-Infinity" become floats.
 
+    Example::
+
+        trainer.fit(module, train_loader, val_loader)
+        for record in read_metrics(trainer.metrics_path):
+            print(record["step"], record.get("val/loss"))
+
     Args:
         path: the file.
 
@@ -92,6 +98,13 @@ class JsonlTracker(GeneralTracker):
     are not lost. Each record is one write system call, so a crash can cut off only the last line,
     and `start` removes such a partial line. If the file is deleted or moved during the run, the
     next record creates a new file, with a warning.
+
+    Example::
+
+        accelerator = Accelerator(log_with=JsonlTracker("runs/digits/metrics.jsonl"))
+        accelerator.init_trackers("digits", config={"lr": 1e-3})
+        accelerator.log({"train/loss": 0.25}, step=1)
+        accelerator.end_training()
 
     Args:
         path: the file; `start` creates it and its directory if they do not exist.

@@ -57,6 +57,11 @@ class MLflowTracker(MediaTracker):
     run of the script: functions such as ``mlflow.log_metric`` do not see it. Use `client` with
     `run_id`.
 
+    Example::
+
+        tracker = MLflowTracker("digits", tracking_uri="http://localhost:5000")
+        trainer = Trainer(max_epochs=10, log_with=tracker)
+
     Args:
         experiment_name: the experiment, that is, the project; created if there is none.
             ``MLFLOW_EXPERIMENT_NAME`` takes precedence.

@@ -51,6 +51,13 @@ class NullObject:
 class NullTracker(GeneralTracker):
     """A tracker that does nothing, for the processes that have no run.
 
+    Example::
+
+        if accelerator.is_main_process:
+            tracker = TensorBoardTracker("digits", "runs")
+        else:
+            tracker = NullTracker("tensorboard")
+
     Args:
         name: the name of the tracker that it replaces.
     """

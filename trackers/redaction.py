@@ -42,6 +42,11 @@ def name_secrets(*names: str, secret: bool = True) -> None:
 
     Call it before the run begins.
 
+    Example::
+
+        name_secrets("dsn", "pin")
+        name_secrets("primary_key", secret=False)
+
     Args:
         names: Names of hyper-parameters and of keys of a configuration, in any case.
         secret: False marks the names as not secret, although they look like names of secrets.

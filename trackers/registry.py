@@ -27,6 +27,19 @@ def register_tracker(cls: _Class) -> _Class:
 
     Registering a class again replaces it, so that a notebook cell can be run twice.
 
+    Example::
+
+        @register_tracker
+        class Printer(GeneralTracker):
+            name = "printer"
+            requires_logging_directory = False
+            tracker = property(lambda self: self)
+
+            def log(self, values, step, **kwargs):
+                print(step, values)
+
+        trainer = Trainer(max_epochs=10, log_with="printer")
+
     Args:
         cls: a subclass of `GeneralTracker`.
 
@@ -56,6 +69,11 @@ def available_trackers() -> list[str]:
     They include trackers of other packages, declared as entry points in the group
     "cadence.trackers" and not under a registered name. A warning is logged for one that cannot be
     loaded.
+
+    Example::
+
+        log_with = "wandb" if "wandb" in available_trackers() else "tensorboard"
+        trainer = Trainer(max_epochs=10, log_with=log_with)
     """
     for entry in _entries().values():
         try:
@@ -71,6 +89,10 @@ def select_trackers(
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[GeneralTracker | type[GeneralTracker]]:
     """Check `log_with` and convert it to tracker instances and classes; create no tracker.
+
+    Example::
+
+        select_trackers(["csv", "tensorboard"], logging_dir="runs")  # their classes
 
     Args:
         log_with: None, a registered name, "all" (every registered tracker whose package is
@@ -127,6 +149,13 @@ def resolve_trackers(
     directory if it requires none. If it `has_projects`, the first argument is the project's name,
     and `name=run_name` is passed if there is a run name. For given instances, only `service_dir` is
     set.
+
+    Example::
+
+        for tracker in resolve_trackers("tensorboard", project_name="digits", logging_dir="runs"):
+            tracker.start()
+            tracker.log({"train/loss": 0.25}, step=1)
+            tracker.finish()
 
     Args:
         log_with: see `select_trackers`.

@@ -23,6 +23,10 @@ class SwanLabTracker(MediaTracker):
 
     A run that the script has opened before (``swanlab.init``) is joined, and stays open at the end.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with=SwanLabTracker("digits", mode="offline"))
+
     Args:
         run_name: the name of the project.
         **kwargs: for `swanlab.init`, for example `name`, `mode`, `log_dir`, `workspace`, `tags`.

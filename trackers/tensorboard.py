@@ -58,6 +58,10 @@ class TensorBoardTracker(ServiceTracker):
     A fit of the `Trainer` that does not resume renames existing event files
     (``events.out.earlier.…``), unless a `purge_step` is given. Any other start adds to them.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with=TensorBoardTracker("digits", "runs"))
+
     Args:
         run_name: the name of the run and of its folder.
         logging_dir: the folder of all runs.

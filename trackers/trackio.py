@@ -20,6 +20,10 @@ class TrackioTracker(MediaTracker):
 
     A run that the script has opened before (``trackio.init``) is joined, and stays open at the end.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with=TrackioTracker("digits", name="baseline"))
+
     Args:
         run_name: the name of the project.
         **kwargs: for `trackio.init`, for example `name`, `group`, `space_id`, `server_url`.

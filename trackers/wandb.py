@@ -91,6 +91,10 @@ class WandBTracker(MediaTracker):
     If the script has a W&B run open, it is joined, and stays open at the end; pass
     `reinit="create_new"` for a separate run.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with=WandBTracker("digits", tags=["baseline"]))
+
     Args:
         run_name: the name of the project.
         **kwargs: for `wandb.init`, for example `entity`, `name`, `mode`, `dir`, `tags`, `settings`.

@@ -1,4 +1,4 @@
-"""Public names: Markdown in their docstrings, and links to the reference wherever code names them.
+"""Links to the reference wherever code names something public.
 
 ``Trainer.fit``, ``EarlyStopping("val/loss")`` and ``trainer.Trainer`` become links, on every page
 and in every docstring, if the reference has the name.
@@ -11,25 +11,6 @@ from sphinx.addnodes import desc_signature, pending_xref
 from sphinx.application import Sphinx
 
 PACKAGES = ("trainer", "callbacks", "trackers")
-
-
-def fences_to_directives(
-    app: Sphinx, kind: str, name: str, thing: object, options: object, lines: list[str]
-) -> None:
-    """Turn fenced code in a docstring into the directive that reStructuredText has."""
-    made: list[str] = []
-    inside = False
-    for line in lines:
-        fence = re.fullmatch(r"( *)```(\w*)", line)
-        if fence is None:
-            made.append(f"    {line}" if inside else line)
-        elif inside:
-            made.append("")
-            inside = False
-        else:
-            made += ["", f"{fence[1]}.. code-block:: {fence[2] or 'text'}", ""]
-            inside = True
-    lines[:] = made
 
 
 def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
@@ -64,6 +45,5 @@ def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to Sphinx."""
-    app.connect("autodoc-process-docstring", fences_to_directives, priority=100)
     app.connect("doctree-resolved", link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,27 +1,28 @@
 """Every public class and function has an example in its docstring, and the example runs.
 
-An example is the code below a line ``Example::``. It may use the public names, `torch`, the files
-in `checkpoint`, and what `SETUP` makes, as the script of a user would have made it before.
+An example is the code below a line ``Example::``. It may use what the script of a user has before
+it: the public names, the usual imports, the variables of `SETUP` and a folder ``checkpoint``.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import textwrap
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import callbacks
 import trackers
 import trainer
 
-PACKAGES = (callbacks, trackers)
+PACKAGES = (callbacks, trackers, trainer)
 PUBLIC = {
     f"{package.__name__}.{name}": getattr(package, name)
     for package in PACKAGES
@@ -31,7 +32,12 @@ EXAMPLE = re.compile(r"^Example::\n\n((?: {4}.*\n|\n)+)", re.MULTILINE)
 
 # Errors that name what this machine lacks, where an example asks the Trainer or the Accelerator for
 # it. The arguments have been checked by then.
-LACKING: dict[str, tuple[type[Exception], str]] = {}
+LACKING: dict[str, tuple[type[Exception], str]] = {
+    "trainer.MegatronLMPlugin": (ValueError, "megatron-core trains on CUDA devices"),
+    "trainer.ParallelismConfig": (ValueError, "product is 4; the number of processes is 1"),
+    "trainer.TERecipeKwargs": (ImportError, "needs transformer_engine"),
+    "trainer.TorchTensorParallelPlugin": (ValueError, "product is 2; the number of processes is 1"),
+}
 
 
 def needs_example(thing: Any) -> bool:
@@ -53,14 +59,15 @@ def example_of(thing: Any) -> str:
 class Classifier(trainer.TrainModule):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU())
-        self.head = torch.nn.Linear(16, 3)
+        self.encoder = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.ReLU())
+        self.head = torch.nn.Linear(16, 10)
 
     def forward(self, x):
         return self.head(self.encoder(x))
 
     def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+        x, y = batch["labelled"] if isinstance(batch, dict) else batch
+        loss = torch.nn.functional.cross_entropy(self(x), y)
         self.log("train/loss", loss)
         return loss
 
@@ -81,18 +88,30 @@ class Classifier(trainer.TrainModule):
         return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
 
 
-def make_loader(_: Namespace) -> DataLoader[Any]:
-    data = TensorDataset(torch.randn(16, 8), torch.randint(3, (16,)))
-    return DataLoader(data, batch_size=8, shuffle=True)
+class Model(torch.nn.Sequential):
+    def __init__(self, _: Any = None) -> None:
+        super().__init__(torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
 
 
-SETUP: dict[str, Callable[[Namespace], Any]] = {
-    "accelerator": lambda _: trainer.Accelerator(),
-    "module": lambda _: Classifier(),
-    "trainer": lambda _: trainer.Trainer(max_epochs=2),
-    "train_loader": make_loader,
-    "val_loader": make_loader,
-    "test_loader": make_loader,
+LOADER = "DataLoader(train_set, batch_size=8, shuffle=True)"
+SETUP = {
+    "accelerator": "Accelerator()",
+    "config": "None",
+    "decoder": "torch.nn.Linear(16, 10)",
+    "encoder": "torch.nn.Linear(64, 16)",
+    "inputs": "torch.randn(8, 64)",
+    "labelled": LOADER,
+    "model": "Model()",
+    "module": "Classifier()",
+    "optimizer": "torch.optim.AdamW(model.parameters())",
+    "targets": "torch.randint(10, (8,))",
+    "test_loader": LOADER,
+    "train_loader": LOADER,
+    "train_set": "TensorDataset(torch.randn(16, 64), torch.randint(10, (16,)))",
+    "trainer": "Trainer(max_epochs=2)",
+    "unlabelled": LOADER,
+    "val_loader": LOADER,
+    "val_set": "train_set",
 }
 
 
@@ -102,13 +121,16 @@ class Namespace(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name not in SETUP:
             raise KeyError(name)  # Python then looks among the builtins
-        return self.setdefault(name, SETUP[name](self))
+        return self.setdefault(name, eval(SETUP[name], self))
 
 
 def run_example(name: str, text: str) -> Namespace:
-    namespace = Namespace(torch=torch, __name__="example")
-    for package in (callbacks, trackers, trainer):
+    namespace = Namespace(torch=torch, DataLoader=DataLoader, __name__="example")
+    namespace |= {"TensorDataset": TensorDataset, "Classifier": Classifier, "Model": Model}
+    for package in PACKAGES:
         namespace |= {each: getattr(package, each) for each in package.__all__}
+    os.makedirs("checkpoint", exist_ok=True)
+    save_file(Model().state_dict(), "checkpoint/model.safetensors")
     exec(compile(text, f"<example of {name}>", "exec"), namespace)
     return namespace
 
@@ -133,7 +155,7 @@ def test_the_example_runs(name, monkeypatch):
         return
     namespace = run_example(name, example_of(PUBLIC[name]))
     if name.startswith("callbacks.") and "module" not in namespace:  # no fit yet
-        namespace["trainer"].fit(Classifier(), make_loader(namespace), make_loader(namespace))
+        eval("trainer.fit(module, train_loader, val_loader)", namespace)
 
 
 def test_what_is_wrong_is_noticed():
@@ -154,4 +176,4 @@ def test_what_is_wrong_is_noticed():
         run_example("broken", example_of(broken))
     with pytest.raises(NameError, match="trainning"):
         run_example("broken", "trainning")
-    assert example_of(make_loader) == ""
+    assert example_of(run_example) == ""

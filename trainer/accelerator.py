@@ -126,6 +126,16 @@ _KINDS = {
 class Accelerator:
     """Runs your own training loop on any device and any number of processes.
 
+    Example::
+
+        accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+        model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)
+        for inputs, targets in train_loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
     Args:
         device_placement: Put models, batches and optimizer states on the device.
         split_batches: See `DataLoaderConfiguration`; a value here overrides `dataloader_config`.

@@ -22,6 +22,17 @@ class DataModule:
     Any object with some of these methods works too. For loaders and batch hooks that it does not
     define, the module's are used.
 
+    Example::
+
+        class Digits(DataModule):
+            def train_dataloader(self):
+                return DataLoader(train_set, batch_size=32, shuffle=True)
+
+            def val_dataloader(self):
+                return DataLoader(val_set, batch_size=32)
+
+        trainer.fit(module, datamodule=Digits())
+
     Attributes:
         trainer: The Trainer of the current run; None outside a run.
     """

@@ -15,18 +15,20 @@ class LocalSGD:
     """A context in which processes average their weights every few steps, not their gradients.
 
     Use it where communication is slow. See Stich, "Local SGD Converges Fast and Communicates
-    Little", ICLR 2019::
-
-        with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(batch))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    local_sgd.step()
+    Little", ICLR 2019.
 
     Weights are averaged at the end of the block, too. Buffers and the state of optimizers are not.
     With one process nothing is averaged.
+
+    Example::
+
+        with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+            for inputs, targets in train_loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    local_sgd.step()
 
     Args:
         accelerator: The `Accelerator` that has prepared the model.

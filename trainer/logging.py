@@ -76,6 +76,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # g
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
     """Return the logger of this name, which logs on the main process only by default.
 
+    Example::
+
+        logger = get_logger(__name__, log_level="INFO")
+        accelerator = Accelerator()  # before the first message
+        logger.info("The run begins.")
+        logger.info("Data is ready.", main_process_only=False)  # on every process
+
     Args:
         name: Usually ``__name__``.
         log_level: ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``, ``"CRITICAL"`` in any case,

@@ -31,16 +31,19 @@ def find_executable_batch_size(
 ) -> Any:
     """Run a function with ever smaller batch sizes until one does not run out of memory.
 
-    The decorated function is called without its first argument, the batch size::
+    The decorated function is called without its first argument, the batch size. Every call begins
+    with `starting_batch_size`; each out-of-memory error reduces it. Allocate everything that holds
+    memory inside the function. Each process finds its own size: with several processes, the
+    function must fail on all of them or on none.
+
+    Example::
 
         @find_executable_batch_size(starting_batch_size=64)
-        def train(batch_size, model): ...
+        def train(batch_size, module):
+            train_loader = DataLoader(train_set, batch_size)
+            Trainer(max_epochs=10).fit(module, train_loader)
 
-        train(model)
-
-    Every call begins with `starting_batch_size`; each out-of-memory error reduces it. Allocate
-    everything that holds memory inside the function. Each process finds its own size: with several
-    processes, the function must fail on all of them or on none.
+        train(module)
 
     Args:
         function: A function whose first argument is the batch size. None returns a decorator.
@@ -107,7 +110,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_memory(*objects: Any) -> list[None]:
     """Collect garbage and release the device's unused cached memory.
 
-    Python frees only unreferenced objects, so assign the result to their names::
+    Python frees only unreferenced objects, so assign the result to their names.
+
+    Example::
 
         model, optimizer = release_memory(model, optimizer)
 

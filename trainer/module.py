@@ -94,6 +94,24 @@ class TrainModule(nn.Module):
     `training_step` and `configure_optimizers`. The docstring of `callbacks.Callback` shows the
     loop, and where each hook is called.
 
+    Example::
+
+        class Classifier(TrainModule):
+            def __init__(self):
+                super().__init__()
+                self.net = torch.nn.Linear(64, 10)
+
+            def training_step(self, batch, batch_idx):
+                inputs, targets = batch
+                loss = torch.nn.functional.cross_entropy(self.net(inputs), targets)
+                self.log("train/loss", loss)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        Trainer(max_epochs=10).fit(Classifier(), train_loader)
+
     Attributes:
         automatic_optimization: False means manual optimisation: `training_step` runs backward and
             steps the optimizers, with `optimizers`, `manual_backward` and `clip_gradients`.

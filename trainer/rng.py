@@ -53,6 +53,10 @@ def mix(*values: int) -> int:
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed the global generators of Python, numpy and torch, on all devices.
 
+    Example::
+
+        set_seed(42)
+
     Args:
         seed: The seed, from 0 to 2**32 - 1 (numpy's range).
         device_specific: Give every process a different seed, ``seed + process_index``.
@@ -161,6 +165,10 @@ def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
     """Broadcast rank 0's generator states to all processes; a collective call.
+
+    Example::
+
+        synchronize_rng_states(["torch", "generator"], generator=torch.Generator())
 
     Args:
         rng_types: The generators to synchronize: ``"torch"`` (torch's CPU generator), ``"cuda"``,

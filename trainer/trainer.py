@@ -117,6 +117,13 @@ def _defaults() -> dict[str, Any]:
 class Trainer:
     """Trains, validates, tests and predicts with a `TrainModule`.
 
+    Example::
+
+        trainer = Trainer(max_epochs=10, log_with="tensorboard", project_dir="runs/digits")
+        trainer.fit(module, train_loader, val_loader)
+        metrics = trainer.test(module, test_loader)
+        predictions = trainer.predict(module, test_loader)
+
     Args:
         max_epochs: Stop after this many epochs. `fit` needs one of `max_epochs`, `max_steps` and
             `max_time`.

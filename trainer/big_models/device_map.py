@@ -296,6 +296,12 @@ def infer_auto_device_map(
     CPU keep room for the largest layer that is not placed yet, because it may be loaded there for
     its forward pass. Modules with tied weights go to the same device.
 
+    Example::
+
+        device_map = infer_auto_device_map(
+            model, max_memory={0: "20GiB", "cpu": "60GiB"}, no_split_module_classes=["Block"]
+        )
+
     Args:
         model: The model, perhaps on the meta device.
         max_memory: See `get_max_memory`; `get_balanced_memory` spreads a model evenly.

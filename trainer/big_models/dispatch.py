@@ -62,6 +62,11 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep all weights of a model on the CPU, each on the device only while its module runs.
 
+    Example::
+
+        model = cpu_offload(model, execution_device=accelerator.device)
+        outputs = model(inputs)
+
     Args:
         model: The model; changed in place.
         execution_device: The device of the forward pass; None is that of the first parameter.
@@ -89,6 +94,11 @@ def disk_offload(
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
     """Keep all weights of a model on disk, each in memory only while its module runs.
+
+    Example::
+
+        model = disk_offload(model, "offload", execution_device=accelerator.device)
+        outputs = model(inputs)
 
     Args:
         model: The model; changed in place. Weights that have values are written to the folder.
@@ -142,6 +152,13 @@ def cpu_offload_with_hook(
     For models that run in turn: with `prev_module_hook`, the previous model moves to the CPU when
     this one runs.
 
+    Example::
+
+        encoder, encoder_hook = cpu_offload_with_hook(encoder)
+        decoder, decoder_hook = cpu_offload_with_hook(decoder, prev_module_hook=encoder_hook)
+        outputs = decoder(encoder(inputs))
+        decoder_hook.offload()
+
     Args:
         model: The model; changed in place.
         execution_device: The device of the forward pass; None is the accelerator if there is one.
@@ -172,6 +189,11 @@ def dispatch_model(
     Modules on the CPU or the disk run on the main device, where their weights are only during their
     forward pass; without an accelerator that is the CPU. ``model.hf_device_map`` is the map. A map
     of one device moves the model there, without hooks.
+
+    Example::
+
+        device_map = infer_auto_device_map(model, no_split_module_classes=["Block"])
+        model = dispatch_model(model, device_map, offload_dir="offload")
 
     Args:
         model: The model; changed in place.

@@ -62,7 +62,7 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model and place its modules by a device map.
 
-    ::
+    Example::
 
         with init_empty_weights():
             model = Model(config)
@@ -176,6 +176,12 @@ def load_checkpoint_in_model(
     weights stay tied: they are on disk only if all their names are.
 
     A model with weights on disk runs after `dispatch_model`.
+
+    Example::
+
+        with init_empty_weights():
+            model = Model(config)
+        load_checkpoint_in_model(model, "checkpoint", dtype="bfloat16")
 
     Args:
         model: The model.

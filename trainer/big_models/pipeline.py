@@ -60,6 +60,12 @@ def prepare_pippy(
     batches may have any size. The output is on the last process, and None elsewhere. With one
     process the model stays as it is. It is not to be given to `Accelerator.prepare`.
 
+    Example::
+
+        model = prepare_pippy(model, example_args=(inputs,))
+        with torch.no_grad():
+            outputs = model(inputs)  # on the last process
+
     Args:
         model: The model, whole on the CPU of every process, with the same weights. The stage of
             each process moves to its device.
@@ -106,6 +112,16 @@ class PipelineParallel:
     Loaders are not prepared, and neither is this object: its processes share one batch. The
     gradients are those of one process on the whole batch, and so are losses and norms. With one
     process the micro-batches are run one after another.
+
+    Example::
+
+        loss_function = torch.nn.functional.cross_entropy
+        pipeline = PipelineParallel(model, loss_function, example_args=(inputs,))
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+        for inputs, targets in train_loader:
+            loss = pipeline.step(inputs, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
 
     Args:
         model: See `prepare_pippy`, as for the next four. Dropout and batch norm see micro-batches.

@@ -41,11 +41,11 @@ TiedCopies: TypeAlias = MutableMapping[int, MutableMapping[torch.device, Tensor]
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Create modules in the block without memory for their parameters.
 
-    ::
+    Example::
 
         with init_empty_weights():
             model = Model(config)
-        model = load_checkpoint_and_dispatch(model, checkpoint, device_map="auto")
+        model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto")
 
     Args:
         include_buffers: Whether buffers have no values either. Buffers that no checkpoint contains
@@ -59,6 +59,11 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
     """Create modules in the block with their parameters on a device; tied weights stay tied.
+
+    Example::
+
+        with init_on_device(accelerator.device):
+            model = Model(config)
 
     Args:
         device: The device.

@@ -193,6 +193,11 @@ def _file_or_decoded(text: str) -> str:
 class DeepSpeedPlugin:
     """Settings of DeepSpeed.
 
+    Example::
+
+        plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu")
+        trainer = Trainer(max_epochs=10, deepspeed_plugin=plugin)
+
     Attributes:
         hf_ds_config: A DeepSpeed configuration, as a mapping, the path of its JSON file or a
             `HfDeepSpeedConfig`; stored as a `HfDeepSpeedConfig`. None takes

@@ -17,6 +17,11 @@ _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overh
 class TorchDynamoPlugin:
     """Arguments of ``torch.compile``.
 
+    Example::
+
+        plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+        trainer = Trainer(max_epochs=10, dynamo_plugin=plugin)
+
     Attributes:
         backend: A `DynamoBackend` or its name in either case; ``"no"`` compiles nothing. None takes
             ``ACCELERATE_DYNAMO_BACKEND``, else ``"no"``.

@@ -66,6 +66,11 @@ def recipe_of(handlers: Sequence[object]) -> AORecipeKwargs | TERecipeKwargs:
 class AORecipeKwargs(KwargsHandler):
     """Options of ``mixed_precision="fp8"`` with torchao.
 
+    Example::
+
+        handler = AORecipeKwargs(pad_inner_dim=True)
+        trainer = Trainer(max_epochs=10, mixed_precision="fp8", kwargs_handlers=[handler])
+
     Attributes:
         config: A ``torchao.float8.Float8LinearConfig``; None takes its defaults with the two
             options below.
@@ -115,6 +120,11 @@ class TERecipeKwargs(KwargsHandler):
     A value that is None is read from ``ACCELERATE_FP8_`` and its name in capitals (``FORMAT`` for
     `fp8_format`; ``OVERRIDE_FPROP``, ``OVERRIDE_DGRAD`` and ``OVERRIDE_WGRAD`` for
     `override_linear_precision`).
+
+    Example::
+
+        handler = TERecipeKwargs(fp8_format="HYBRID", amax_history_len=32)
+        trainer = Trainer(max_epochs=10, mixed_precision="fp8", kwargs_handlers=[handler])
 
     Attributes:
         use_autocast_during_eval: Compute in 8 bits in evaluations too (default False).
@@ -185,6 +195,11 @@ class TERecipeKwargs(KwargsHandler):
 class MSAMPRecipeKwargs(KwargsHandler):
     """Options of fp8 training with MS-AMP. `Accelerator` raises for them: it cannot be installed.
 
+    Example::
+
+        handler = AORecipeKwargs()  # instead of MSAMPRecipeKwargs()
+        trainer = Trainer(max_epochs=10, mixed_precision="fp8", kwargs_handlers=[handler])
+
     Attributes:
         opt_level: ``"O1"`` or ``"O2"``; None takes ``ACCELERATE_FP8_OPT_LEVEL``, else ``"O2"``.
 
@@ -206,6 +221,11 @@ class MSAMPRecipeKwargs(KwargsHandler):
 @dataclass(kw_only=True)
 class FP8RecipeKwargs(KwargsHandler):
     """Options of fp8 training under an earlier name; use `AORecipeKwargs` or `TERecipeKwargs`.
+
+    Example::
+
+        earlier = FP8RecipeKwargs(backend="TE", fp8_format="HYBRID")
+        handler = TERecipeKwargs(fp8_format="HYBRID")  # the same
 
     Attributes:
         backend: ``"MSAMP"``, or ``"TE"`` for TransformerEngine.

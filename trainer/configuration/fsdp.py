@@ -41,6 +41,11 @@ class FullyShardedDataParallelPlugin:
     Choices may be members of torch's enumerations or their names in upper or lower case; they are
     stored as names.
 
+    Example::
+
+        plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"])
+        trainer = Trainer(max_epochs=10, mixed_precision="bf16", fsdp_plugin=plugin)
+
     Attributes:
         fsdp_version: The version of FSDP whose setting names are used, 1 or 2; None takes
             ``FSDP_VERSION``, else 2.

@@ -32,7 +32,13 @@ _STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 @explains_itself
 @dataclass(kw_only=True)
 class KwargsHandler:
-    """Arguments for an object that `Accelerator` creates itself."""
+    """Arguments for an object that `Accelerator` creates itself.
+
+    Example::
+
+        handler = DistributedDataParallelKwargs(bucket_cap_mb=50)
+        handler.to_kwargs()  # {"bucket_cap_mb": 50}
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """Return a deep copy of all arguments."""
@@ -52,6 +58,11 @@ class KwargsHandler:
 @dataclass(kw_only=True)
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated.
+
+    Example::
+
+        plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+        accelerator = Accelerator(gradient_accumulation_plugin=plugin)
 
     Attributes:
         num_steps: Micro-batches per update; None takes
@@ -95,6 +106,11 @@ class GradientAccumulationPlugin(KwargsHandler):
 class AutocastKwargs(KwargsHandler):
     """Arguments of ``torch.autocast``.
 
+    Example::
+
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            outputs = model(inputs)  # in float32
+
     Attributes:
         enabled: False disables autocast: operations run in full precision.
         cache_enabled: Keep the cast weights within one context; None takes torch's default.
@@ -112,6 +128,11 @@ class AutocastKwargs(KwargsHandler):
 @dataclass(kw_only=True)
 class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of torch's ``DistributedDataParallel``; its documentation explains them.
+
+    Example::
+
+        handler = DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="fp16")
+        trainer = Trainer(max_epochs=10, kwargs_handlers=[handler])
 
     Attributes:
         comm_hook: The DDP communication hook that compresses gradients for the all-reduce, a
@@ -174,6 +195,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
 class GradScalerKwargs(KwargsHandler):
     """Arguments of ``torch.amp.GradScaler``, used with ``mixed_precision="fp16"``.
 
+    Example::
+
+        handler = GradScalerKwargs(init_scale=1024)
+        trainer = Trainer(max_epochs=10, mixed_precision="fp16", kwargs_handlers=[handler])
+
     Raises:
         ValueError: A factor would keep the scale from growing or shrinking, or is infinite.
         TypeError: A value has the wrong type.
@@ -200,6 +226,12 @@ _ACTIVITIES = ("cpu", "cuda", "hpu", "mtia", "xpu")
 @dataclass(kw_only=True)
 class ProfileKwargs(KwargsHandler):
     """Arguments of ``torch.profiler.profile``, whose documentation explains them.
+
+    Example::
+
+        handler = ProfileKwargs(activities=["cpu"], record_shapes=True, output_trace_dir="profile")
+        with accelerator.profile(handler):
+            model(inputs)
 
     Attributes:
         activities: What is recorded: ``"cpu"`` and the kinds of device that this machine has. None
@@ -298,6 +330,13 @@ class ProfileKwargs(KwargsHandler):
 @dataclass(kw_only=True)
 class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of ``torch.distributed.init_process_group``.
+
+    Example::
+
+        from datetime import timedelta
+
+        handler = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
+        trainer = Trainer(max_epochs=10, kwargs_handlers=[handler])
 
     Attributes:
         backend: The backend; None chooses nccl, xccl or gloo by the device.

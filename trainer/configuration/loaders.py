@@ -12,6 +12,11 @@ from trainer.checks import check_bool_fields, check_type, explains_itself
 class DataLoaderConfiguration:
     """How prepared data loaders divide the data among processes.
 
+    Example::
+
+        dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
+        accelerator = Accelerator(dataloader_config=dataloader_config)
+
     Attributes:
         split_batches: Divide each batch of the user's loader among the processes, so that its size
             is the global batch size; False gives each process whole batches.

@@ -97,6 +97,11 @@ class MegatronLMPlugin:
     Fields that are not listed belong to Megatron-LM's own programs and must keep their defaults;
     the error says what to use instead.
 
+    Example::
+
+        plugin = MegatronLMPlugin(tp_degree=2, num_micro_batches=4, sequence_parallelism=True)
+        trainer = Trainer(max_steps=1000, megatron_lm_plugin=plugin)
+
     Attributes:
         tp_degree: How many processes share each layer; default 1.
         pp_degree: The number of consecutive pipeline stages of layers; default 1.

@@ -125,6 +125,11 @@ class TorchTensorParallelConfig:
 class ParallelismConfig:
     """The dimensions of the device mesh: their sizes multiply to the number of processes.
 
+    Example::
+
+        config = ParallelismConfig(dp_shard_size=2, tp_size=2)  # 4 processes
+        trainer = Trainer(max_epochs=10, parallelism_config=config)
+
     Attributes:
         dp_replicate_size: Replicas of the model, which read different data; None takes
             ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE``, else 1.
@@ -388,6 +393,10 @@ class ParallelismConfig:
 @dataclass(kw_only=True)
 class TorchTensorParallelPlugin:
     """Splits each layer over processes; the same as ``ParallelismConfig(tp_size=...)``.
+
+    Example::
+
+        accelerator = Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
 
     Attributes:
         tp_size: Processes that share each layer; at least 2.

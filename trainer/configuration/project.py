@@ -13,6 +13,14 @@ from trainer.checks import check_bool_fields, check_counts, explains_itself
 class ProjectConfiguration:
     """Where a run writes its files.
 
+    Example::
+
+        project_config = ProjectConfiguration(
+            project_dir="runs/digits", automatic_checkpoint_naming=True, total_limit=3
+        )
+        accelerator = Accelerator(project_config=project_config)
+        accelerator.save_state()  # to runs/digits/checkpoints/checkpoint_0
+
     Attributes:
         project_dir: The folder of the run, or None.
         logging_dir: The folder of the trackers that write files; None is `project_dir`.

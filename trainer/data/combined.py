@@ -57,6 +57,11 @@ class CombinedLoader:
     A batch has the form of `iterables`, with a batch of each loader in its place. A list or dict of
     training loaders is one with the mode ``"max_size_cycle"``.
 
+    Example::
+
+        loader = CombinedLoader({"labelled": labelled, "unlabelled": unlabelled}, "max_size_cycle")
+        trainer.fit(module, loader)  # training_step gets {"labelled": ..., "unlabelled": ...}
+
     Args:
         iterables: A dict or list of loaders, perhaps nested.
         mode: ``"min_size"`` ends with the shortest loader. ``"max_size_cycle"`` ends with the

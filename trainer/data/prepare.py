@@ -105,6 +105,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     `dataloader` then continues with the pass after that. After a restart, ``load_state`` restores
     the pass; otherwise call ``set_epoch(epoch)``.
 
+    Example::
+
+        for inputs, targets in skip_first_batches(train_loader, num_batches=100):
+            outputs = model(inputs)
+
     Args:
         dataloader: A ``DataLoader``, prepared or not.
         num_batches: The number of this process's batches to skip.

@@ -29,6 +29,10 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API'
     processes of the run, never through a file. Tensors on an accelerator arrive on the receiver's
     device.
 
+    Example::
+
+        devices = gather_object(str(accelerator.device))  # one text for each process
+
     Args:
         object: The object of this process. Type and length may differ between processes.
 

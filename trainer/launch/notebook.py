@@ -45,6 +45,15 @@ def notebook_launcher(
     output of the processes appears below the cell. Interrupting the cell, or ending the notebook,
     ends them after a `Trainer` in them has saved.
 
+    Example::
+
+        def train(max_epochs):
+            trainer = Trainer(max_epochs=max_epochs)
+            trainer.fit(module, train_loader)
+            return trainer.callback_metrics["train/loss"]
+
+        loss = notebook_launcher(train, args=(10,))  # one process for each GPU
+
     Args:
         function: Does the whole training. It creates its own `Accelerator` or `Trainer`.
         args: Its arguments.
@@ -114,6 +123,13 @@ def debug_launcher(
     """Run a function in several processes on the CPU, to try code for several devices.
 
     The processes are new ones, as for `notebook_launcher`.
+
+    Example::
+
+        def train():
+            return Accelerator().num_processes
+
+        debug_launcher(train, num_processes=2)  # 2
 
     Args:
         function: What each process runs.

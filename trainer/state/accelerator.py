@@ -28,6 +28,12 @@ class AcceleratorState(PartialState):
 
     Users only read it; the `Accelerator` creates it.
 
+    Example::
+
+        accelerator = Accelerator(mixed_precision="bf16")
+        state = AcceleratorState()  # the same anywhere in the program
+        print(state.device, state.num_processes, state.mixed_precision)
+
     Args:
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``. None takes
             ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.

@@ -15,6 +15,13 @@ from trainer.state.shared import Shared
 class GradientState(Shared):
     """The position in the gradient accumulation window, and the prepared loader being read.
 
+    Example::
+
+        with accelerator.accumulate(model):
+            accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+            if GradientState().sync_gradients:  # the last micro-batch of its window
+                accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+
     Args:
         gradient_accumulation_plugin: The settings of gradient accumulation. Settings given to a
             later instance replace them. None keeps the current ones; the default is one

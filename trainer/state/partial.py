@@ -31,6 +31,12 @@ class PartialState(Shared):
     The first instance detects the launcher (see `trainer.environment`), picks the device and
     initializes the process group. With a single process, no group is created.
 
+    Example::
+
+        state = PartialState()
+        with state.split_between_processes(["a.png", "b.png", "c.png"]) as files:
+            print(state.process_index, state.device, files)
+
     Args:
         cpu: Use the CPU even if an accelerator is available, as ``ACCELERATE_USE_CPU=true`` does.
         **kwargs: Arguments of ``torch.distributed.init_process_group``.

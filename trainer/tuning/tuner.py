@@ -36,6 +36,13 @@ class Tuner:
 
     All processes call the methods with the same arguments and get the same results.
 
+    Example::
+
+        tuner = Tuner(Trainer(max_epochs=10))
+        batch_sizes = tuner.scale_batch_size(module, train_loader)
+        rates = tuner.lr_find(module, train_loader)
+        print(batch_sizes.batch_size, rates.suggestion())
+
     Args:
         trainer: The Trainer whose settings and devices the trials use.
 

@@ -6,6 +6,7 @@ it: the public names, the usual imports, the variables of `SETUP` and a folder `
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -93,6 +94,7 @@ class Model(torch.nn.Sequential):
         super().__init__(torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
 
 
+# The variables that an example may use without making them, and how they are made.
 LOADER = "DataLoader(train_set, batch_size=8, shuffle=True)"
 SETUP = {
     "accelerator": "Accelerator()",
@@ -115,23 +117,25 @@ SETUP = {
 }
 
 
-class Namespace(dict[str, Any]):
-    """The variables of an example; those of `SETUP` are made when they are first used."""
+def run(text: str, namespace: dict[str, Any], name: str = "example") -> None:
+    """Run code, and before each statement what makes the variables of `SETUP` that it uses."""
+    for statement in ast.parse(text).body:
+        names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+        used = {each.id for each in names if isinstance(each.ctx, ast.Load)}
+        for each in sorted(used & SETUP.keys() - namespace.keys()):
+            run(f"{each} = {SETUP[each]}", namespace)
+        exec(compile(ast.Module([statement], []), f"<{name}>", "exec"), namespace)
 
-    def __missing__(self, name: str) -> Any:
-        if name not in SETUP:
-            raise KeyError(name)  # Python then looks among the builtins
-        return self.setdefault(name, eval(SETUP[name], self))
 
-
-def run_example(name: str, text: str) -> Namespace:
-    namespace = Namespace(torch=torch, DataLoader=DataLoader, __name__="example")
-    namespace |= {"TensorDataset": TensorDataset, "Classifier": Classifier, "Model": Model}
+def run_example(name: str, text: str) -> dict[str, Any]:
+    """Run an example in the working directory; return its variables."""
+    namespace = {each.__name__: each for each in (Classifier, DataLoader, Model, TensorDataset)}
+    namespace |= {"torch": torch, "__name__": "example"}
     for package in PACKAGES:
         namespace |= {each: getattr(package, each) for each in package.__all__}
     os.makedirs("checkpoint", exist_ok=True)
     save_file(Model().state_dict(), "checkpoint/model.safetensors")
-    exec(compile(text, f"<example of {name}>", "exec"), namespace)
+    run(text, namespace, f"example of {name}")
     return namespace
 
 
@@ -155,7 +159,7 @@ def test_the_example_runs(name, monkeypatch):
         return
     namespace = run_example(name, example_of(PUBLIC[name]))
     if name.startswith("callbacks.") and "module" not in namespace:  # no fit yet
-        eval("trainer.fit(module, train_loader, val_loader)", namespace)
+        run("trainer.fit(module, train_loader, val_loader)", namespace)
 
 
 def test_what_is_wrong_is_noticed():

@@ -363,7 +363,7 @@ class BackboneFinetuning(BaseFinetuning):
         if self.verbose:
             rates = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
             self._trainer.accelerator.print(
-                f"BackboneFinetuning: epoch {epoch}, learning rates {rates}"
+                f"BackboneFinetuning: epoch {epoch + 1}, learning rates {rates}"
             )
 
     def _backbone(self, module: TrainModule) -> nn.Module:

@@ -419,8 +419,8 @@ def test_another_name_of_the_backbone_and_verbose_rates(capsys):
     fit(BackboneFinetuning(1, verbose=True, backbone="model.encoder"), Nested, max_epochs=3)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "BackboneFinetuning: epoch 1, learning rates 0.02, 0.002",
-        "BackboneFinetuning: epoch 2, learning rates 0.02, 0.004",
+        "BackboneFinetuning: epoch 2, learning rates 0.02, 0.002",
+        "BackboneFinetuning: epoch 3, learning rates 0.02, 0.004",
     ]
     with pytest.raises(ValueError, match=r"no submodule 'backbone'.* are fixed, head, model\."):
         fit(BackboneFinetuning(1), Nested)

@@ -106,7 +106,7 @@ def train(ends, module=Line, workers=0, **kwargs):
 )
 def test_training_data_ending_early_on_one_rank_raises_on_all(ranks2, ends, kwargs, epoch):
     for text in failed(ranks2, lambda: train(ends, **kwargs)):
-        assert f"ValueError: In epoch {epoch} the training data {ENDED}" in text
+        assert f"ValueError: In epoch {epoch + 1} the training data {ENDED}" in text
         assert EARLY in text
 
 
@@ -120,7 +120,7 @@ def test_training_data_ending_early_on_one_rank_raises_on_all(ranks2, ends, kwar
 )
 def test_the_rank_is_named_where_one_alone_ended(ranks3, ends, kwargs, where):
     for text in failed(ranks3, lambda: train(ends, **kwargs)):
-        assert f"In epoch 0 the training data ended on {where} all batches" in text
+        assert f"In epoch 1 the training data ended on {where} all batches" in text
 
 
 class Late(StepSync):
@@ -152,7 +152,7 @@ def test_data_ending_early_raise_where_sums_are_known_an_update_later(
     ranks2, tmp_path, ends, kwargs
 ):
     for text in failed(ranks2, lambda: train_late(ends, tmp_path, **kwargs)):
-        assert f"ValueError: In epoch 0 the training data {ENDED}" in text
+        assert f"ValueError: In epoch 1 the training data {ENDED}" in text
 
 
 class Stream(IterableDataset):
@@ -197,7 +197,7 @@ def train_stream(kind, samples, folder, module=Line, **kwargs):
 )
 def test_streams_of_unequal_lengths_raise_on_all_ranks(ranks2, tmp_path, kind, samples, kwargs):
     for text in failed(ranks2, lambda: train_stream(kind, samples, tmp_path, **kwargs)):
-        assert "In epoch 0 the training stream ended on 1 of 2 processes, on rank" in text
+        assert "In epoch 1 the training stream ended on 1 of 2 processes, on rank" in text
 
 
 class Lags(Late):
@@ -243,7 +243,7 @@ def test_a_stream_waits_for_the_device_only_where_an_epoch_ends(ranks2, tmp_path
 
 def test_manual_optimisation_without_a_first_batch_raises(ranks2):
     messages = failed(ranks2, lambda: train({1}, module=ByHand))
-    start = "In epoch 0 the training data ended before the first batch, on rank 1"
+    start = "In epoch 1 the training data ended before the first batch, on rank 1"
     assert any(start in text for text in messages)
 
 
@@ -285,7 +285,7 @@ def test_evaluation_data_ending_early_on_one_rank_raises_on_all(
 ):
     kind = "validation" if name == "validate" else name
     for text in failed(ranks2, lambda: evaluated(name, ends, samples, in_fit=in_fit)):
-        assert f"The {kind} loader number 1 ended in epoch 0 on rank 1 before the others" in text
+        assert f"The {kind} loader number 1 ended in epoch 1 on rank 1 before the others" in text
         assert EARLY in text
 
 
@@ -320,4 +320,4 @@ def test_a_validation_stream_of_unequal_lengths_raises_however_slow_its_batches(
             trainer.fit(Line(), good, DataLoader(Uneven(), batch_size=1))
 
     for text in failed(ranks2, fit):
-        assert "The validation loader number 0 ended in epoch 0 on rank 1 before the others" in text
+        assert "The validation loader number 0 ended in epoch 1 on rank 1 before the others" in text

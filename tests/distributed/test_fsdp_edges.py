@@ -686,6 +686,6 @@ def test_the_watchdog_names_processes_that_run_different_numbers_of_units(ranks2
     with pytest.raises(RankError):
         ranks2(hang)
     said = (tmp_path / "said").read_text()
-    assert "rank 0 is in fit, epoch 0, step 0, validation batch 0" in said
-    assert "rank 1 is in fit, epoch 0, step 0, validation batch 0" in said
+    assert "rank 0 is in fit, sanity check, validation batch 0" in said
+    assert "rank 1 is in fit, sanity check, validation batch 0" in said
     assert "in forward" in said

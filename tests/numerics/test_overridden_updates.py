@@ -291,7 +291,7 @@ class Forgets(Net):
 
 
 def test_a_forgotten_return_is_warned_of_and_ends_the_epoch(caplog):
-    with pytest.raises(ValueError, match="No batch of epoch 0 had a loss"):
+    with pytest.raises(ValueError, match="No batch of epoch 1 had a loss"):
         fitted(Forgets)
     assert sum("returned None" in line for line in caplog.messages) == 1
 

@@ -227,8 +227,8 @@ class Endless(IterableDataset[Any]):
         (lambda: Later([]), "train_dataloader of Later returned no loader"),
         (lambda: Later(DataLoader([])), "train loader is empty"),
         (lambda: Later(DataLoader(Endless())), r"val_every is 0\.5 epochs.*with a length"),
-        (lambda: Later(val=lambda: None), "val_dataloader returned nothing in epoch 1"),
-        (lambda: Later(val=list), "val_dataloader returned nothing in epoch 1"),
+        (lambda: Later(val=lambda: None), "val_dataloader returned nothing in epoch 2"),
+        (lambda: Later(val=list), "val_dataloader returned nothing in epoch 2"),
         (lambda: Later(val=lambda: DataLoader([])), "validate loader is empty"),
     ],
 )

@@ -49,7 +49,7 @@ def test_only_the_users_frames_are_shown():
     error = fails(lambda: quiet().fit(Fails(), loader()))
     assert functions_of(error) == ["fails", "<lambda>", "training_step"]
     (note,) = error.__notes__
-    assert note.startswith("epoch 0, update 2: ")
+    assert note.startswith("epoch 1, update 2: ")
     assert note.endswith(f"frames of Cadence hidden, {FULL}=1 shows them")
 
 
@@ -65,10 +65,10 @@ class FailsElsewhere(Line):
         if self.trainer.sanity_checking and batch_idx == 1:
             self.fail_in("sanity check before the training, validation batch 1")
         if not self.trainer.sanity_checking:
-            self.fail_in("epoch 0, after update 2, validation batch 0")
+            self.fail_in("epoch 1, after update 2, validation batch 0")
 
     def on_train_epoch_end(self):
-        self.fail_in("epoch 0, update 3")
+        self.fail_in("epoch 1, update 3")
 
     def teardown(self, stage):
         self.fail_in("teardown")
@@ -83,8 +83,8 @@ class FailsElsewhere(Line):
     [
         "set-up",
         "sanity check before the training, validation batch 1",
-        "epoch 0, after update 2, validation batch 0",
-        "epoch 0, update 3",
+        "epoch 1, after update 2, validation batch 0",
+        "epoch 1, update 3",
         "teardown",
     ],
 )

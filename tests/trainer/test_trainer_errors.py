@@ -643,7 +643,7 @@ def test_an_empty_loader_is_named_before_anything_runs(empty):
 
 def test_a_stream_that_gives_nothing_is_refused_once_it_was_read():
     stream = DataLoader(NoSamples(), batch_size=2)
-    text = fit_fails(Net(), ValueError, "training loader gave no batch in epoch 0", train=stream)
+    text = fit_fails(Net(), ValueError, "training loader gave no batch in epoch 1", train=stream)
     assert "limit_train_batches" not in text  # which was not given
     fit_fails(Net(), ValueError, "gave no batch", "fast_dev_run", train=stream, fast_dev_run=True)
     fit_fails(Net(), ValueError, "validation loader number 0 gave no batch", val=stream)
@@ -658,7 +658,7 @@ def test_a_stream_that_gives_nothing_is_refused_once_it_was_read():
 def test_an_iterator_cannot_be_read_a_second_time():
     once = iter([[torch.ones(2, 2)]])
     options = {"train": once, "max_epochs": 2, "limit_train_batches": 1}
-    fit_fails(Net(), ValueError, "read only once", "in epoch 1", "iterated again", **options)
+    fit_fails(Net(), ValueError, "read only once", "in epoch 2", "iterated again", **options)
 
 
 # -- log -------------------------------------------------------------------------------------------
@@ -932,9 +932,9 @@ def test_a_manual_fit_that_never_steps_is_warned_of(caplog, steps_at):
 
 def test_an_epoch_without_a_loss_is_an_error():
     forgets = net(training_step=lambda self, batch, batch_idx: None)
-    with pytest.raises(ValueError, match=r"No batch of epoch 0 had a loss.*Return the loss"):
+    with pytest.raises(ValueError, match=r"No batch of epoch 1 had a loss.*Return the loss"):
         make(max_epochs=2).fit(forgets, loader())
-    with pytest.raises(ValueError, match="No batch of epoch 0 had a loss"):
+    with pytest.raises(ValueError, match="No batch of epoch 1 had a loss"):
         make(max_steps=1, project_dir="short").fit(forgets, loader(8))
 
 

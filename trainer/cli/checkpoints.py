@@ -177,11 +177,11 @@ def _row(entry: Entry, first: Sequence[str], now: float) -> tuple[str, ...]:
     shown = [f"{name}={metrics[name]:.4g}" for name in names[:_METRICS_SHOWN]]
     if len(names) > _METRICS_SHOWN:
         shown.append(f"+{len(names) - _METRICS_SHOWN}")
-    step, epoch, processes = (
-        str(entry.manifest.get(key, "-")) for key in ("step", "epoch", "world_size")
-    )
+    step, processes = (str(entry.manifest.get(key, "-")) for key in ("step", "world_size"))
+    epoch = entry.manifest.get("epoch")
+    shown_epoch = "-" if epoch is None else str(epoch + 1)  # from 1, as progress bars print it
     size, age = size_text(entry.size), _age(now - entry.saved)
-    return entry.name, step, epoch, " ".join(shown) or "-", size, age, processes, entry.state
+    return entry.name, step, shown_epoch, " ".join(shown) or "-", size, age, processes, entry.state
 
 
 def _age(seconds: float) -> str:

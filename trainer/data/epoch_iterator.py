@@ -504,7 +504,7 @@ class EpochIterator:
             "The order of epoch %d differs from before the resume: in that epoch some samples "
             "are read twice and others not at all. Make the order of its %s depend on the global "
             "generators or on set_epoch, not on state that it keeps between epochs.",
-            self.epoch,
+            self.epoch + 1,  # as progress bars print it
             " or ".join(dict.fromkeys(names)),
         )
 
@@ -633,7 +633,7 @@ class EpochIterator:
                 "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches: should "
                 "its __len__ be smaller?",
                 type(self._source.dataset).__name__,
-                self.epoch,
+                self.epoch + 1,
                 read,
                 total,
             )

@@ -469,7 +469,7 @@ class Stream:
                 "The training loader is an iterator (%s) without state_dict and load_state_dict: "
                 "unless its __iter__ restarts, epoch %d does not continue where the run ended.",
                 self._iterator,
-                epoch,
+                epoch + 1,  # as progress bars print it
             )
         if not has_state:
             position = self._reading.start(first=self._fresh)

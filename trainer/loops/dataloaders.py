@@ -441,9 +441,9 @@ class FitLoaders:
             loaders, val_loaders = self._call(origin)
             if val_iterators and not val_loaders:
                 raise ValueError(
-                    f"val_dataloader returned nothing in epoch {counters.epoch}, so a validation "
-                    "that was due could not run. Return loaders in every epoch; set val_every to "
-                    "validate less often."
+                    f"val_dataloader returned nothing in epoch {counters.shown_epoch}, so a "
+                    "validation that was due could not run. Return loaders in every epoch; "
+                    "set val_every to validate less often."
                 )
             return loaders, val_loaders
 

@@ -200,8 +200,8 @@ def check_all_have_batches(run: Run, phase: str, global_batches: list[int]) -> N
         which = f"The {phase} loader number {index}"
         if ended := [str(rank) for rank, number in enumerate(of_loader) if number < max(of_loader)]:
             raise ValueError(
-                f"{which} ended in epoch {run.counters.epoch} on rank {', '.join(ended)} before "
-                f"the others. {ENDED_EARLY}"
+                f"{which} ended in epoch {run.counters.shown_epoch} on rank {', '.join(ended)} "
+                f"before the others. {ENDED_EARLY}"
             )
         if of_loader[0] == 0 and run.eval_iterators[index].num_batches != 0:
             raise ValueError(

@@ -128,7 +128,7 @@ def train_epoch(run: FitRun) -> None:
             run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
     if run.world_size > 1:
-        check_same_data(epoch_iterator, f"train loader in epoch {counters.epoch}")
+        check_same_data(epoch_iterator, f"train loader in epoch {counters.shown_epoch}")
     run.data.begin_epoch()
     restore_rng(run)
     if run.saving.update_unfinished:
@@ -153,9 +153,9 @@ def train_epoch(run: FitRun) -> None:
         where = f" on rank {run.rank}" if run.world_size > 1 else ""
         limit = "" if epoch_iterator.limit is None else f", and {epoch_iterator.limited_by}"
         raise ValueError(
-            f"The training loader gave no batch in epoch {counters.epoch}{which}{where}. Check its "
-            f"dataset, its sampler and drop_last{limit}; an iterator can be read only once, so "
-            "pass an object that can be iterated again."
+            f"The training loader gave no batch in epoch {counters.shown_epoch}{which}{where}. "
+            f"Check its dataset, its sampler and drop_last{limit}; an iterator can be read only "
+            "once, so pass an object that can be iterated again."
         )
 
 
@@ -308,7 +308,7 @@ def check_data_ends_together(run: FitRun) -> None:
             run.counters.epoch_complete = False
         else:
             run.step_sync.read_pending()
-    latest, epoch = run.step_sync.latest, run.counters.epoch
+    latest, epoch = run.step_sync.latest, run.counters.shown_epoch
     if latest.ended in together:
         return
     where = f"{latest.ended} of {run.dp_size} processes"
@@ -378,8 +378,8 @@ def check_had_loss(run: FitRun) -> None:
         run.step_sync.read_pending()
     if not run.step_sync.items_seen:
         raise ValueError(
-            f"No batch of epoch {run.counters.epoch} had a loss, so nothing was trained. Return "
-            f"the loss from training_step of {type(run.module).__name__}; or set "
+            f"No batch of epoch {run.counters.shown_epoch} had a loss, so nothing was trained. "
+            f"Return the loss from training_step of {type(run.module).__name__}; or set "
             "automatic_optimization = False if it steps the optimizers itself."
         )
 

@@ -416,7 +416,7 @@ def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
     # Only after loading has succeeded: the checkpoint may not match the run.
     if back and context.project.leave_branch(chosen, context.folders, offset):
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
-    epoch, step = run.counters.epoch + 1, run.counters.global_step
+    epoch, step = run.counters.shown_epoch, run.counters.global_step
     why = ""
     if context.length.reached(run.counters, run.seconds):
         why = " Nothing is left to do: the Trainer's max_epochs, max_steps or max_time is reached."

@@ -97,6 +97,11 @@ class Counters:
     samples_seen: int = 0
     validations: int = 0
 
+    @property
+    def shown_epoch(self) -> int:
+        """The current epoch as messages print it, from 1 like progress bars."""
+        return self.epoch + 1
+
     def begin_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1
@@ -473,7 +478,7 @@ class FitRun(Run):
     def place(self, stage: str) -> str:
         """See `Run.place`."""
         scope, counters = self.metrics.scope, self.counters
-        where = f"{stage}, epoch {counters.epoch}, step {counters.global_step}"
+        where = f"{stage}, epoch {counters.shown_epoch}, step {counters.global_step}"
         if self.recorder.sanity_checking:
             where = f"{stage}, sanity check"
         if scope is not None and scope.phase != "train":
@@ -492,7 +497,7 @@ class FitRun(Run):
             if validates
             else f"update {counters.global_step + 1}"
         )
-        return f"epoch {counters.epoch}, {update}{batch}"
+        return f"epoch {counters.shown_epoch}, {update}{batch}"
 
     def own_stats(
         self,

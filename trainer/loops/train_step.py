@@ -200,8 +200,8 @@ def check_needs_no_dummy(run: FitRun) -> None:
     """
     if run.engine.parallel.forward_is_collective or not run.module.automatic_optimization:
         raise ValueError(
-            f"In epoch {run.counters.epoch} the training data ended before the first batch, on "
-            f"rank {run.rank}. {ENDED_EARLY}"
+            f"In epoch {run.counters.shown_epoch} the training data ended before the first batch, "
+            f"on rank {run.rank}. {ENDED_EARLY}"
         )
 
 

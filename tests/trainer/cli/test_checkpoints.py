@@ -154,7 +154,7 @@ def test_the_table_of_a_run(table):
     assert lines[0] == str(ROOT.absolute())
     assert " ".join(lines[2].split()) == "name step epoch metrics size age processes state"
     metrics = "c=0.5 a=0.5 b=nan +1"  # the monitored first
-    for line, step, epoch in zip(lines[3:5], (8, 16), (0, 1), strict=True):
+    for line, step, epoch in zip(lines[3:5], (8, 16), (1, 2), strict=True):
         size = sum(file.stat().st_size for file in (ROOT / f"step-{step:08d}").iterdir())
         start = f"step-{step:08d} {step} {epoch} {metrics} {size / 1000:.3g} kB"
         row = line.split()

@@ -329,7 +329,7 @@ def test_of_a_record_alone_the_status_is_unknown(capsys):
     write(line(1, loss=1), path=Path("own.jsonl"))
     assert call("own.jsonl", "--once") == 0
     assert (
-        "● own.jsonl  unknown  step 1, epoch 0, last record 1970-01-01" in capsys.readouterr().out
+        "● own.jsonl  unknown  step 1, epoch 1, last record 1970-01-01" in capsys.readouterr().out
     )
 
 

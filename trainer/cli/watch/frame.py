@@ -108,7 +108,7 @@ def _about(run: Run, colour: int) -> Text:
     steps, times, epochs = (column[np.isfinite(column)] for column in record.columns())
     rate = record.speed(_RATE_OVER)
     facts = [f"step {steps[-1]:.0f}"] if len(steps) else []
-    facts += [f"epoch {epochs[-1]:.0f}"] if len(epochs) else []
+    facts += [f"epoch {epochs[-1] + 1:.0f}"] if len(epochs) else []
     facts += [f"{rate:.3g} steps/s"] if rate is not None else []
     if seconds := round(times[-1] - times[0]) if len(times) else 0:
         facts.append(f"{timedelta(seconds=seconds)}")

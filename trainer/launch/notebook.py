@@ -129,7 +129,7 @@ def debug_launcher(
         def train():
             return Accelerator().num_processes
 
-        debug_launcher(train, num_processes=2)  # 2
+        num_processes = debug_launcher(train, num_processes=2)
 
     Args:
         function: What each process runs.

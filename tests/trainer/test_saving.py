@@ -602,7 +602,7 @@ def test_a_dirpath_that_cannot_be_written_to_is_refused_before_the_training(tmp_
         place.symlink_to(tmp_path / "nowhere")
     trained = []
     started = At({1: lambda: trained.append(1)})
-    with pytest.raises(CheckpointError, match="place is not a folder that this user may write to"):
+    with pytest.raises(CheckpointError, match="place is not a folder that this user can write to"):
         fit("run", started, ModelCheckpoint(dirpath=place))
     assert not trained
 

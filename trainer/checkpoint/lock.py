@@ -63,8 +63,8 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
     except OSError as error:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ValueError(
-                f"{folder} cannot be written to: {error.strerror}. Change its permissions, or give "
-                "another project_dir or dirpath."
+                f"{folder} cannot be created or written to: {error.strerror}. Give a project_dir "
+                "or dirpath that this user can write to."
             ) from error
         logger.warning("%s cannot be locked against other runs: %s.", folder, error)
     try:

@@ -384,7 +384,7 @@ def check_space(folder: Path, needs: int) -> None:
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise CheckpointError(
             f"checkpoints cannot be written to {folder}: {existing} is not a folder that this user "
-            "may write to. Change its permissions, or give another project_dir or dirpath."
+            "can write to. Give another project_dir or dirpath."
         )
     free = shutil.disk_usage(existing).free
     if free < needs:

@@ -213,9 +213,17 @@ def test_a_link_or_pipe_in_place_of_the_lock(tmp_path, caplog, kind):
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path, folder):
     Path("kept").mkdir(mode=0o555)
     tmp_path.chmod(0o755)
-    with without_root(), pytest.raises(ValueError, match=f"^{folder} cannot be written to: Perm"):
+    text = f"^{folder} cannot be created or written to: Permission denied. Give a project_dir"
+    with without_root(), pytest.raises(ValueError, match=text):
         alone_in(Path(folder)).__enter__()
     assert list(Path("kept").iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_folder_that_the_file_system_refuses_is_not_said_to_lack_permissions():
+    with pytest.raises(ValueError, match="created or written to: No such file or dir") as info:
+        alone_in(Path("/proc/run")).__enter__()
+    assert "permissions" not in str(info.value)
 
 
 @contextmanager

@@ -518,9 +518,6 @@ def test_the_help_teaches(capsys):
         (["latin.yaml"], ["latin.yaml cannot be read as YAML", "can't decode byte 0xfc"]),
         (["torn.yaml"], ["torn.yaml cannot be read as YAML", "line 2, column 1"]),
         (["off.yaml"], ['"trainer.mixed_precision"', "Given value: False"]),
-        (["--model=fitted.Lin"], ['"model"', "module 'fitted' has no attribute 'Lin'"]),
-        (["--model.widht=3"], ["'fitted.Line'", "Option 'widht' is not accepted"]),
-        (["--model.width=x"], ['"width"', "Expected a <class 'int'>. Got value: x"]),
         (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be a whole number"]),
         (["nowhere.yaml"], ["File does not exist"]),
         (["fitted.py"], ["fitted.py is a script: use `trainer launch fitted.py`."]),
@@ -537,6 +534,72 @@ def test_an_error_names_the_key_and_the_value(capsys, words, texts):
     assert shown.startswith("trainer fit: ")
     assert "Traceback" not in shown
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["--model=fitted.Lin"],
+            "model: class_path 'fitted.Lin': module 'fitted' has no attribute 'Lin'. "
+            "Did you mean 'fitted.Line'?",
+        ),
+        (
+            ["--model=fited.Line"],
+            "model: class_path 'fited.Line': No module named 'fited'. Did you mean 'fitted.Line'?",
+        ),
+        (
+            ["--model.widht=3"],
+            "model: class_path 'fitted.Line': Option 'widht' is not accepted. "
+            "Did you mean 'width'?",
+        ),
+        (
+            ["--model.width=x"],
+            "model: class_path 'fitted.Line': argument 'width': "
+            "Expected a <class 'int'>. Got value: x.",
+        ),
+        ("model: {class_path: Unknown}", "model: there is no class 'Unknown'. Write module.Class."),
+        (
+            "model: {class_path: torch.nn.Linear}",
+            "model: Import path torch.nn.Linear does not correspond to a subclass of TrainModule.",
+        ),
+        (
+            "model: {class_pth: fitted.Line}",
+            "model: a section with a class has class_path and init_args alone; the arguments of "
+            "the class are in init_args. Did you mean 'class_path'?",
+        ),
+        (
+            "model: {class_path: fitted.Line, width: 3}",
+            "model: a section with a class has class_path and init_args alone; the arguments of "
+            "the class are in init_args.",
+        ),
+        (
+            "trainer:\n  max_epochs: 1\n  model:\n    class_path: fitted.Line",
+            "`model:` lies inside `trainer:`; in the file it must begin at the left margin.",
+        ),
+        (
+            "model:\n  class_path: fitted.Line\n  data:\n    class_path: fitted.RowsData",
+            "`data:` lies inside `model:`; in the file it must begin at the left margin.",
+        ),
+        (
+            "trainer: {callbacks: [{class_path: EarlyStoping, init_args: {monitor: loss}}]}",
+            "trainer.callbacks: there is no class 'EarlyStoping'. Did you mean 'EarlyStopping'?",
+        ),
+        (
+            "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitr: loss}}]}",
+            "trainer.callbacks: class_path 'callbacks.EarlyStopping': "
+            "Option 'monitr' is not accepted. Did you mean 'monitor'?",
+        ),
+    ],
+)
+def test_a_misspelt_class_or_key_is_one_line(capsys, words, text):
+    if isinstance(words, str):
+        Path("only.yaml").write_text(words)
+        words = ["only.yaml"]
+    else:
+        words = ["base.yaml", *words]
+    end = "\n`trainer fit --help` explains the configuration.\n"
+    assert error_of(capsys, "fit", *words) == f"trainer fit: {text}{end}"
 
 
 @pytest.mark.parametrize("content", ["model: {}", "data: {}\nmodel: fitted.Line"])

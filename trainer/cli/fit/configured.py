@@ -7,10 +7,8 @@ are checked against the annotations before anything is created.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -23,6 +21,7 @@ from callbacks import Callback, PredictionWriter
 from trackers.redaction import is_redacted
 from trainer.checkpoint.storage import read_manifest
 from trainer.cli.fit.loaders import Loaders  # noqa: F401 - so that its class path may be short
+from trainer.cli.fit.parser_errors import BASES, explain
 from trainer.cli.parsing import CommandError
 from trainer.configuration import KwargsHandler
 from trainer.datamodule import DataModule
@@ -39,7 +38,6 @@ _PURPOSES = {
     "test-model": "Test the module of a configuration, and print its metrics.",
     "predict": "Write the predictions of the module of a configuration to files.",
 }
-_BASES = {"model": "trainer.TrainModule", "data": "trainer.DataModule"}
 _EXPLANATION = """\
 {purpose}
 
@@ -64,10 +62,6 @@ and arguments of the module and of the data:
 
 Files come first, or each after --config. Later files override earlier ones, and options override
 all files."""
-# How the parser begins its errors about keys that no part of the configuration has.
-_REJECTED = re.compile(
-    r"(?:Group '(.+?)' does not accept option|Option|unrecognized arguments:) '?(?:--)?([\w.]+)"
-)
 _EXAMPLES = """\
 examples:
   # a file, but with another width and no checkpoints
@@ -181,20 +175,11 @@ class ConfiguredLine:
         try:
             config = self._parser.parse_args(self._words, **options)
         except argparse.ArgumentError as error:
+            keys = {action.dest for action in self._parser._actions}  # argparse has no public list
             more = f"`{self._prog} --help` explains the configuration."
-            raise CommandError(f"{error}\n{self._near_key(str(error))}{more}", code=2) from None
+            raise CommandError(f"{explain(str(error), keys)}\n{more}", code=2) from None
         _check(config)
         return config
-
-    def _near_key(self, error: str) -> str:
-        """Return a question with the key nearest to the one that an error rejects, or nothing."""
-        rejected = _REJECTED.match(error)
-        if rejected is None:
-            return ""
-        key = ".".join(filter(None, rejected.groups()))
-        keys = {action.dest for action in self._parser._actions}  # argparse has no public list
-        near = get_close_matches(key, keys, 1) or get_close_matches(key.split(".")[0], keys, 1)
-        return f"Did you mean {near[0]!r}?\n" if near else ""
 
     def make(self, config: Namespace) -> Made:
         """Create the objects of a configuration.
@@ -348,7 +333,7 @@ def _check(config: Namespace) -> None:
     Raises:
         CommandError: A section has no class path, or a secret is missing.
     """
-    for section, base in _BASES.items():
+    for section, base in BASES.items():
         if (described := config.get(section)) and described.class_path == base:
             raise CommandError(
                 f"{section} has no class_path: write it into a configuration file, with the "

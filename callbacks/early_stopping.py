@@ -103,7 +103,7 @@ class EarlyStopping(MonitorCallback):
         best, step = self.best_score, trainer.global_step
         reason = self._stop_reason(value)
         if self.verbose and self.best_score != best:
-            trainer.accelerator.print(f"Step {step}: {self.monitor} improved to {value}.")
+            trainer.accelerator.print(f"Step {step}: {self.monitor} improved to {value:.4g}.")
         if reason is not None:
             if not trainer.should_stop:  # min_epochs may continue the run
                 trainer.accelerator.print(f"Step {step}: EarlyStopping asks to stop: {reason}.")
@@ -127,12 +127,13 @@ class EarlyStopping(MonitorCallback):
         else:
             self.wait_count += 1
         if goal is not None and (value == goal or self._monitor.is_better(value, goal)):
-            return f"{name} = {value} reached the stopping threshold {goal}"
+            return f"{name} = {value:.4g} reached the stopping threshold {goal:.4g}"
         if limit is not None and self._monitor.is_better(limit, value):
-            return f"{name} = {value} is worse than the divergence threshold {limit}"
+            return f"{name} = {value:.4g} is worse than the divergence threshold {limit:.4g}"
         if self.wait_count >= max(self.patience, 1):
+            count = "value" if self.wait_count == 1 else f"{self.wait_count} values"
             return (
-                f"{name} did not improve on {self.best_score} by more than {self.min_delta} "
-                f"in the last {self.wait_count} values; the latest is {value}"
+                f"{name} did not improve on {best:.4g} by more than {self.min_delta:.4g} "
+                f"in the last {count}; the latest is {value:.4g}"
             )
         return None

@@ -82,7 +82,7 @@ def check_choice(what: str, value: object, choices: Collection[str]) -> None:
 
 
 def choice_error(what: str, value: object, choices: Iterable[str]) -> str:
-    """Return the message for a value outside its choices, with the closest choice as a hint.
+    """Return the message for a value outside its choices, which begins with the closest choice.
 
     Args:
         what: The user's name of the value: an argument or a key.
@@ -91,8 +91,10 @@ def choice_error(what: str, value: object, choices: Iterable[str]) -> str:
     """
     names = sorted(choices)
     near = get_close_matches(str(value), names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{what} is {value!r}; it must be one of {', '.join(map(repr, names))}.{hint}"
+    must = f"t must be one of {', '.join(map(repr, names))}."
+    if near:  # first, since the choices may be many
+        return f"{what} is {value!r}. Did you mean {near[0]!r}? I{must}"
+    return f"{what} is {value!r}; i{must}"
 
 
 def check_type(what: str, value: object, kind: type, fix: str = "") -> None:
@@ -130,7 +132,8 @@ def suggest_arguments(**instead: str) -> Callable[[Callable[P, R]], Callable[P, 
     """Return a decorator that improves a method's error for unknown arguments.
 
     Args:
-        **instead: Argument names of other trainers, each with what to write instead.
+        **instead: Argument names of other trainers, each with what to write instead. The method
+            itself may have one: then a text given for it is another trainer's.
 
     Returns:
         The decorator. A call with an unknown argument raises a TypeError that gives its
@@ -150,8 +153,14 @@ def suggest_arguments(**instead: str) -> Callable[[Callable[P, R]], Callable[P, 
 
         @functools.wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if unknown := [name for name in kwargs if name not in names]:
-                lines = [f"{owner} has no argument {name!r}{hint(name)}" for name in unknown]
+            lines = [
+                f"{owner} got {name}={value!r}; use {instead[name]}."
+                if name in names
+                else f"{owner} has no argument {name!r}{hint(name)}"
+                for name, value in kwargs.items()
+                if name not in names or (name in instead and isinstance(value, str))
+            ]
+            if lines:
                 raise TypeError("\n".join(lines))
             return method(*args, **kwargs)
 

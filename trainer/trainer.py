@@ -239,7 +239,11 @@ class Trainer:
 
     _attribute_hints: ClassVar[Mapping[str, str]] = TRAINER_ATTRIBUTES
 
-    @suggest_arguments(**TRAINER_ARGUMENTS)
+    @suggest_arguments(
+        **TRAINER_ARGUMENTS,
+        accelerator="an Accelerator, or leave it out: the device is selected automatically, and "
+        "cpu=True forces the CPU",
+    )
     def __init__(
         self,
         *,

@@ -49,7 +49,13 @@ def test_step_and_reason_of_the_stop():
     _, callback = stopped_after([3.0, None, 2.0, *[None] * 9, 2.5], patience=1)
     assert (callback.stopped_step, callback.stopped_epoch) == (13, 1)
     assert (callback.best_score, callback.wait_count) == (2.0, 1)
-    assert "did not improve on 2.0" in callback.reason
+    assert callback.reason == (
+        "loss did not improve on 2 by more than 0 in the last value; the latest is 2.5"
+    )
+    _, callback = stopped_after([2.123456, *[7 / 3] * 3])
+    assert callback.reason == (
+        "loss did not improve on 2.123 by more than 0 in the last 3 values; the latest is 2.333"
+    )
     _, callback = stopped_after([math.nan])
     assert callback.reason == "loss = nan is not finite"
     assert (callback.best_score, callback.wait_count) == (None, 0)
@@ -90,7 +96,7 @@ def test_prints_why_it_stops_and_improvements_if_asked(verbose):
     callback = EarlyStopping("loss", patience=1, verbose=verbose)
     trainer = TrainerStandIn(callbacks=[callback])
     trainer.updates([3.0, None, 2.5, 2.75, 3.25])  # as with min_steps=5
-    improvements = ["Step 1: loss improved to 3.0.", "Step 3: loss improved to 2.5."]
+    improvements = ["Step 1: loss improved to 3.", "Step 3: loss improved to 2.5."]
     *before, last = trainer.accelerator.printed
     assert before == (improvements if verbose else [])
     assert last.startswith("Step 4: EarlyStopping asks to stop: loss did not improve on 2.5")

@@ -48,6 +48,15 @@ def test_a_run_without_checkpoints_names_none(capsys):
     assert finished == "Finished 2 epochs, 4 updates, 1 s"
 
 
+def test_a_run_with_nothing_left_to_do_says_only_that(capsys):
+    printed(capsys)
+    trainer = Trainer(max_epochs=2, project_dir="run", cpu=True)
+    trainer.fit(Net(), loader(), loader(), ckpt_path="auto")
+    said = capsys.readouterr()
+    assert said.out.count("Nothing is left to do") == 1
+    assert said.err == ""
+
+
 class Further(Callback):
     def on_train_start(self, trainer, module):
         self.begun = trainer.global_step
@@ -65,10 +74,10 @@ def test_what_a_run_says_of_its_continuation_continues_it(capsys, monkeypatch):
     assert fit(2)[0] == 4
     folder = next(Path("runs").iterdir())
     begun = Further()
-    _, named = fit(2, project_dir=folder, ckpt_path="auto")
+    _, named = fit(3, project_dir=folder, ckpt_path="auto")
     assert named == {"ckpt_path": "auto", "project_dir": str(folder)}
-    assert fit(3, begun, **named)[0] == 6
-    assert begun.begun == 4
+    assert fit(4, begun, **named)[0] == 8
+    assert begun.begun == 6
 
     steps, named = fit(3, EarlyStopping("val/loss", patience=1), project_dir="stopped")
     assert steps == 4

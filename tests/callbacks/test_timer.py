@@ -179,7 +179,7 @@ def test_the_clock_of_rank_0_decides_for_all(ranks2):
         (
             ("1 hour", "epochs"),
             ValueError,
-            "interval is 'epochs'; it must be one of 'epoch', 'step'",
+            "interval is 'epochs'. .* It must be one of 'epoch', 'step'",
         ),
     ],
 )

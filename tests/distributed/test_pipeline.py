@@ -250,12 +250,12 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
 
     said = [
         "embedding.weight is used in the stages [0, 1]",
-        "split_points is 'block.2'; it must be one of",
+        "split_points is 'block.2'. Did you mean 'blocks.2'? It must be one of",
         "split_points has 2 names, which make 3 stages, for 2 processes",
         "split_points ['unused'] cut Net into 1 stages, for 2 processes",
         "No parameter of stage 1 is trained",
         "num_microbatches is 1, for 2 processes",
-        "schedule is '1F2B'; it must be one of '1F1B', 'GPipe'",
+        "schedule is '1F2B'. Did you mean '1F1B'? It must be one of '1F1B', 'GPipe'",
         "has a tensor of shape (3, 6)",
         "A pipeline does not run under autocast",
         "Net is a pipeline (prepare_pippy)",

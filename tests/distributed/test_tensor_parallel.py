@@ -299,7 +299,7 @@ class Misnamed(Net):
     ("module", "message"),
     [
         (Unplanned, "does not say which layers to split.*tp_plan"),
-        (Mistyped, r"'block.\*.first'; it must be one of .* Did you mean 'blocks.\*.first'"),
+        (Mistyped, r"'block.\*.first'.* Did you mean 'blocks.\*.first'"),
         (Misnamed, r"a style of tp_plan.*'column'.*colwise"),
     ],
 )

@@ -442,6 +442,18 @@ def test_all_arguments_of_another_trainer_are_answered_at_once():
     ]
 
 
+def test_a_text_for_an_argument_that_another_trainer_has_too_is_answered_with_the_others():
+    with pytest.raises(TypeError) as error:
+        Trainer(gradient_clip_val=1.0, accelerator="gpu", devices=2)
+    assert str(error.value).splitlines() == [
+        "Trainer has no argument 'gradient_clip_val'; use max_grad_norm=N, or max_grad_value=N if "
+        "the algorithm is 'value'.",
+        "Trainer got accelerator='gpu'; use an Accelerator, or leave it out: the device is "
+        "selected automatically, and cpu=True forces the CPU.",
+        "Trainer has no argument 'devices'; use trainer launch --num_processes N script.py.",
+    ]
+
+
 @pytest.mark.parametrize("name", ["eval_delay", "fp16_backend"])
 def test_a_name_that_resembles_none_is_answered_by_all(name):
     assert re.search(rf"'{name}'; it must be one of .*'val_every'\.$", refused(name, 1))
@@ -1070,7 +1082,7 @@ def test_a_schedule_may_have_the_keys_of_lightnings_example(caplog):
     trainer.fit(module, loader(), loader())
     assert trainer.schedulers[0].scheduler.last_epoch == 1
     module.monitor = "vla"
-    with pytest.raises(ValueError, match=r"'vla'; .*'val'"):
+    with pytest.raises(ValueError, match=r"'vla'. Did you mean 'val'"):
         make().fit(module, loader(), loader())
     module.strict = False
     trainer = make(max_epochs=2)

@@ -105,7 +105,8 @@ def text(events, name):
 
 def test_log_with_is_checked_at_once():
     with pytest.raises(
-        ValueError, match=r"log_with is 'tensorbord'; it must be one of 'aim', 'all'"
+        ValueError,
+        match=r"log_with is 'tensorbord'. Did you mean 'tensorboard'\? It must be one of 'aim'",
     ):
         RunTrackers("tensorbord", "logs")
     with pytest.raises(ValueError, match=r"'tensorboard' writes files.*project_dir"):

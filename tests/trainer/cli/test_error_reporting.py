@@ -130,7 +130,7 @@ def test_a_child_process_prints_its_own_errors(monkeypatch, capsys, noted):
 REFUSED = [
     ("estimate-memory nowhere:Net", 1, "trainer estimate-memory: There is no module 'nowhere'"),
     ("launch nothing.py", 2, "trainer launch: there is no script 'nothing.py'"),
-    ("fitt", 2, "trainer: error: COMMAND is 'fitt'; it must be one of"),
+    ("fitt", 2, "trainer: error: COMMAND is 'fitt'. Did you mean 'fit'? It must be one of"),
     ("--hlep", 2, "trainer: error: unrecognized arguments: --hlep. Did you mean --help?"),
     ("estimate-memory --bogus", 2, "trainer estimate-memory: error: the following arguments are"),
     ("checkpoints /nowhere", 2, "trainer checkpoints: error: /nowhere does not exist"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from callbacks.model_checkpoint import ModelCheckpoint
+from callbacks.model_checkpoint import ModelCheckpoint, short_path
 from callbacks.model_summary import numel
 from trainer.enums import DistributedType
 from trainer.errors import printable
@@ -29,7 +28,7 @@ def begin_line(trainer: Trainer, module: TrainModule) -> str:
         devices += f", {accelerator.distributed_type.value}"
     precision = accelerator.mixed_precision
     precision = "fp32" if precision == "no" else str(precision)
-    where = f", files in {_short(trainer.project_dir)}" if trainer.project_dir.is_dir() else ""
+    where = f", files in {short_path(trainer.project_dir)}" if trainer.project_dir.is_dir() else ""
     return printable(
         f"Training {type(module).__name__} ({total} parameters) on {devices}, {precision}{where}"
     )
@@ -49,17 +48,17 @@ def end_lines(trainer: Trainer) -> str:
         default=None,
     )
     if newest is not None:
-        lines.append(f"  last  {_short(newest)}")
+        lines.append(f"  last  {short_path(newest)}")
         lines.append(f"  next  {_continuation(trainer, newest)} continues the run,")
-        lines.append(f"        trainer report {_short(trainer.project_dir)} shows it")
+        lines.append(f"        trainer report {short_path(trainer.project_dir)} shows it")
     return printable("\n".join(lines))
 
 
 def _continuation(trainer: Trainer, newest: Path) -> str:
     if trainer.should_stop:  # by a callback: under "auto" the run stays stopped
-        return f"ckpt_path={_short(newest)!r}"
+        return f"ckpt_path={short_path(newest)!r}"
     # The folder is named, since a Trainer without project_dir makes another one at each start.
-    folder = _short(trainer.project_dir)
+    folder = short_path(trainer.project_dir)
     return f"ckpt_path='auto' with project_dir={folder!r} and a larger max_epochs"
 
 
@@ -71,13 +70,7 @@ def _best(trainer: Trainer) -> Iterator[str]:
     for callback in _savers(trainer):
         path, score = callback.best_model_path, callback.best_model_score
         if path is not None and score is not None:
-            yield f"{_short(path)}  {callback.monitor}={score:.4g}"
-
-
-def _short(path: Path) -> str:
-    """Return a path as it is shortest, from the working directory or from the root."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+            yield f"{short_path(path)}  {callback.monitor}={score:.4g}"
 
 
 def _count(number: float, noun: str) -> str:

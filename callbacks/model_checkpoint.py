@@ -33,6 +33,12 @@ _NAME = re.compile(r"step-[0-9]{8,}")  # what `_name_at` returns
 _WITH_SECRET = re.compile(r"://[^/]*:[^/]*@|[?&][^/]*=")  # user:password@, or a query
 
 
+def short_path(path: Path) -> str:
+    """Return a path as it is shortest, from the working directory or from the root."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
 def _name_at(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -343,7 +349,11 @@ class ModelCheckpoint(Callback):
         )
         if path is not None:
             with suppress(OSError):  # Ctrl-C may also have ended the reader of the output
-                trainer.accelerator.print(f"Saved to {path}; ckpt_path='auto' resumes from there.")
+                # The folder is named, since a Trainer without project_dir makes another one.
+                trainer.accelerator.print(
+                    f"Saved to {path}; ckpt_path='auto' with project_dir="
+                    f"{short_path(trainer.project_dir)!r} resumes from there."
+                )
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """Save this process's weights if `on_exception` is set and the run was not interrupted."""

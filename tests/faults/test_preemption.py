@@ -119,7 +119,9 @@ def test_a_signal_saves_and_the_next_start_resumes(tmp_path, whole, number, work
     assert code == 128 + number, errors
     assert "Traceback" not in errors
     assert f"{number.name}: stopping after this update" in errors
-    saved = re.search(r"Saved to (\S+); ckpt_path='auto' resumes from there", output)
+    saved = re.search(
+        r"Saved to (\S+); ckpt_path='auto' with project_dir='run' resumes from there", output
+    )
     assert saved is not None
     assert saved[1] == f"{tmp_path}/run/checkpoints/step-00000018"
     assert "done" not in output

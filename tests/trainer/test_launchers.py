@@ -156,6 +156,30 @@ def test_a_process_that_fails_is_started_again(notebook, tmp_path):
         notebook_launcher(run, (str(tmp_path),), 1, max_restarts=3)
 
 
+def out_of_time(folder):
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from tests.helpers.line import Line
+    from trainer import Trainer
+
+    class Net(Line):
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0]).square().mean()
+
+    data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+    trainer = Trainer(
+        max_epochs=3, max_time="0.001 seconds", project_dir=folder, cpu=True, progress_bar=False
+    )
+    trainer.fit(Net(), data)
+
+
+def test_the_end_of_max_time_is_no_failure(notebook, tmp_path, capfd):
+    assert notebook_launcher(notebook(out_of_time), (str(tmp_path / "run"),), 2) is None
+    assert capfd.readouterr().out.count("resumes from there") == 1
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
 def test_a_return_value_that_cannot_be_pickled_is_warned_of(notebook, capfd):
     def returns_a_lock():
         import threading

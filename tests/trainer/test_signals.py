@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 
@@ -76,6 +77,14 @@ def test_first_signal_is_recorded_and_announced(heard, capfd):
     assert watch.received == signal.SIGUSR1
     assert heard == [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1]
     assert capfd.readouterr().err == "\nSIGUSR1: stopping after this update.\n"
+
+
+def test_one_process_of_a_machine_announces_a_signal_that_reaches_all(heard, capfd):
+    with watch_signals(tells=False) as watch:
+        signal.raise_signal(signal.SIGTERM)
+        watch.answered = True
+    assert watch.received == signal.SIGTERM
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -158,5 +167,5 @@ def test_an_interrupted_cell_shows_how_the_run_ended_and_no_advice():
     assert error["evalue"] == "the run was ended by SIGINT (exit code 130)"
     text = "".join(output["text"] for output in said)
     assert "interrupt again to stop at once" in text
-    assert "ckpt_path='auto' resumes from there" in text
+    assert re.search("ckpt_path='auto' with project_dir='.+' resumes from there", text)
     assert "Warning" not in text

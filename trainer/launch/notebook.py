@@ -77,8 +77,8 @@ def notebook_launcher(
             ``torchrun``: ``"[rank ${rank}] "``.
 
     Returns:
-        What rank 0 returned; None if it cannot be pickled (with a warning), and on the other
-        machines.
+        What rank 0 returned; None if it cannot be pickled (with a warning), if ``max_time`` of a
+        `Trainer` has ended the processes, and on the other machines.
 
     Raises:
         TypeError: `function` is not callable, or `args` is not a sequence.

@@ -23,7 +23,7 @@ from types import CodeType
 from typing import Any
 
 from trainer import environment
-from trainer.errors import module_logger
+from trainer.errors import TIME_IS_OVER, Preempted, module_logger
 from trainer.launch import entry
 
 logger = module_logger(__name__)
@@ -154,6 +154,8 @@ def work(folder: str, parent: int) -> None:
         if environment.read_int("RANK") == 0:
             _leave_value(place, value)
     except SystemExit as end:
+        if isinstance(end, Preempted) and end.code == TIME_IS_OVER:
+            return  # all ranks end alike, and the run is saved: nothing has failed
         if end.code:
             entry.write_error_file("SystemExit", f"SystemExit: exit code {end.code}")
         raise

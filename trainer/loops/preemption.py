@@ -3,7 +3,7 @@
 A process that receives SIGTERM (the scheduler takes the machine back), SIGINT (Ctrl-C) or SIGUSR1
 (the scheduler's early warning) finishes its update. The step sync then informs all ranks, which
 save and exit with `exit_code`, so that the next start can resume. The end of a time budget, by the
-process's own clock, has the same effect, with the exit code `OUT_OF_TIME`.
+process's own clock, has the same effect, with the exit code `TIME_IS_OVER`.
 
 Hard interrupt: a second Ctrl-C ends a process even if it is blocked in C code. Python runs signal
 handlers only between bytecode instructions. A process that waits in C code, such as in a collective
@@ -34,7 +34,7 @@ import torch
 from trainer.distributed.collectives import reduce
 from trainer.distributed.guards import decided_by_all, read_back
 from trainer.environment import slurm_job
-from trainer.errors import module_logger
+from trainer.errors import TIME_IS_OVER, module_logger
 
 logger = module_logger(__name__)
 
@@ -119,7 +119,7 @@ def requeue(code: int) -> None:
         code: The run's exit code.
     """
     job = slurm_job()
-    if job is None or code not in (OUT_OF_TIME, exit_code(signal.SIGUSR1)):
+    if job is None or code not in (TIME_IS_OVER, exit_code(signal.SIGUSR1)):
         return
     command = ["scontrol", "requeue", job]
     try:
@@ -136,7 +136,6 @@ _WATCHED = [  # Windows has no SIGUSR1
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
 ]
 
-OUT_OF_TIME = 124  # the exit code of timeout(1)
 _MAX_BATCHES_BETWEEN_VOTES = 16
 
 
@@ -149,9 +148,8 @@ class SignalWatch:
     """Records the exit signals that arrive during a run.
 
     Args:
-        tells_ctrl_c: Whether this process prints a message on SIGINT. Ctrl-C reaches all processes
-            of the machine, so one of them should print. For other signals, which may reach a single
-            process, the receiver always prints.
+        tells: Whether this process prints a message on a signal. Ctrl-C and a launcher's SIGTERM
+            reach all processes of the machine, so one of them should print.
         budget: The time limit of this start in seconds, set-up included; None for no limit.
 
     Attributes:
@@ -160,8 +158,8 @@ class SignalWatch:
         interrupted: Set once a second signal, a SIGINT, has reached its handler.
     """
 
-    def __init__(self, *, tells_ctrl_c: bool = True, budget: float | None = None) -> None:
-        self._tells_ctrl_c = tells_ctrl_c
+    def __init__(self, *, tells: bool = True, budget: float | None = None) -> None:
+        self._tells = tells
         self._deadline = math.inf if budget is None else time.monotonic() + budget
         self.received: int | None = None
         self.answered = False
@@ -186,7 +184,7 @@ class SignalWatch:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
         # Launchers may send the same signal to a process several times.
-        if not again and (number != signal.SIGINT or self._tells_ctrl_c):
+        if not again and self._tells:
             _announce(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
@@ -195,7 +193,7 @@ class SignalWatch:
         """Return the exit code once a signal or the time budget ends this process, else None."""
         if self.received is not None:
             return exit_code(self.received)
-        return OUT_OF_TIME if time.monotonic() >= self._deadline else None
+        return TIME_IS_OVER if time.monotonic() >= self._deadline else None
 
 
 def _announce(number: int) -> None:
@@ -321,9 +319,7 @@ def _no_exit() -> None:
 
 
 @contextmanager
-def watch_signals(
-    *, tells_ctrl_c: bool = True, budget: float | None = None
-) -> Iterator[SignalWatch]:
+def watch_signals(*, tells: bool = True, budget: float | None = None) -> Iterator[SignalWatch]:
     """Record exit signals inside; restore the previous handlers on exit.
 
     A signal that the run has not handled is raised again on exit. Handlers that other code has
@@ -333,13 +329,13 @@ def watch_signals(
     `trainer.loops.preemption`.
 
     Args:
-        tells_ctrl_c: See `SignalWatch`.
+        tells: See `SignalWatch`.
         budget: See `SignalWatch`.
 
     Yields:
         The recorded signals.
     """
-    watch = SignalWatch(tells_ctrl_c=tells_ctrl_c, budget=budget)
+    watch = SignalWatch(tells=tells, budget=budget)
     before: dict[int, Any] = {}
     _installed.append(before)
     try:

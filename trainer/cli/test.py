@@ -15,7 +15,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
     made = command_parser(
         prog,
         "Start processes as `trainer launch` would, and check that they work together: "
-        "collectives, data order, accumulation, checkpoints and metrics.",
+        "collectives, data order, accumulation, checkpoints and metrics. `trainer test-model` "
+        "tests a model.",
         examples=[
             ("with the settings saved by `trainer config`", ""),
             ("two processes on the CPU", "--cpu --num_processes 2"),
@@ -26,6 +27,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add = made.add_argument
     add("--config_file", "--config-file", metavar="FILE", help="a file of `trainer config`")
     add("--cpu", action="store_true", help="use the CPU even if there is an accelerator")
+    add("files", nargs="*", help=argparse.SUPPRESS)  # of those who mean another command
     what = "processes on all machines together"
     add("--num_processes", "--num-processes", type=count, metavar="N", help=what)
     return made
@@ -35,9 +37,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the checks in all processes; return the exit code.
 
     Raises:
-        CommandError: The configuration file is invalid, or a file in this folder shadows our
-            packages.
+        CommandError: A model's file was given, the configuration file is invalid, or a file in
+            this folder shadows our packages.
     """
+    if arguments.files:
+        file = arguments.files[0]
+        other = f"launch {file}` runs a script" if file.endswith(".py") else ""
+        other = other or f"test-model {file}` tests the model of a configuration"
+        raise CommandError(
+            "this checks that processes work together on this machine, and takes no file: "
+            f"`trainer {other}.",
+            code=2,
+        )
     if in_the_way := shadows(Path.cwd()):  # python -m would import it
         raise CommandError(
             f"{in_the_way[0]} is imported instead of Cadence's package by scripts in this folder; "

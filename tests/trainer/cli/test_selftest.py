@@ -207,3 +207,18 @@ def test_the_common_folder_may_be_gone_at_the_end(ranks2):
             return selftest.main()
 
     assert ranks2(body) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("file", "fix"),
+    [
+        ("model.py", "`trainer launch model.py` runs a script."),
+        ("lines.yaml", "`trainer test-model lines.yaml` tests the model of a configuration."),
+    ],
+)
+def test_a_file_is_answered_with_the_command_that_was_meant(file, fix, capsys):
+    assert main(["test", "--cpu", file]) == 2
+    assert capsys.readouterr().err == (
+        "trainer test: this checks that processes work together on this machine, and takes no "
+        f"file: {fix}\n"
+    )

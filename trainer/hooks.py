@@ -342,7 +342,7 @@ def hook_typos(owner: object, base: type) -> dict[str, str]:
     return typos
 
 
-def misspelt_as(owner: object, hook: str, base: type) -> str:
+def hook_typo(owner: object, hook: str, base: type) -> str:
     """Return the end of an error for a missing method: a name that may be a typo of it, or ''."""
     typos = hook_typos(owner, base).items()
     return next((f" It defines {name}; did you mean {hook}?" for name, h in typos if h == hook), "")

@@ -21,7 +21,7 @@ from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_all
 from trainer.errors import module_logger
-from trainer.hooks import call_if_there, check_step_signature, is_overridden, misspelt_as
+from trainer.hooks import call_if_there, check_step_signature, hook_typo, is_overridden
 from trainer.loops.config import Settings, apply_limit, require_length
 from trainer.loops.state import Counters
 from trainer.module import TrainModule
@@ -254,7 +254,7 @@ def validation_loaders(
         raise TypeError(
             f"fit got val_dataloaders, but {type(module).__name__} does not define "
             "validation_step(self, batch, batch_idx)."
-            f"{misspelt_as(module, 'validation_step', TrainModule)}"
+            f"{hook_typo(module, 'validation_step', TrainModule)}"
         )
     return find_loaders("val_dataloader", given, module, datamodule, "val_dataloaders")
 

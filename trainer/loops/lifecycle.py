@@ -23,8 +23,8 @@ from trainer.hooks import (
     call_if_there,
     check_signature,
     check_state_dict_methods,
+    hook_typo,
     is_overridden,
-    misspelt_as,
     uncalled_hooks,
     warn_of_hook_typos,
     with_loader_number,
@@ -177,7 +177,7 @@ def _lacking(module: TrainModule, stage: str) -> list[str]:
     return [
         f"{type(module).__name__} does not define {name}, which {stage} needs: "
         f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
-        f"{misspelt_as(module, name, TrainModule)}"
+        f"{hook_typo(module, name, TrainModule)}"
         for name in _needed(stage)
         if not _defines(module, name)
     ]

@@ -29,7 +29,7 @@ from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object
 from trainer.engines.base import Engine
 from trainer.errors import module_logger
-from trainer.hooks import HookTable, is_overridden, misspelt_as
+from trainer.hooks import HookTable, hook_typo, is_overridden
 from trainer.loops.config import Length, Settings
 from trainer.loops.state import FitRun
 from trainer.module import TrainModule
@@ -299,7 +299,7 @@ def warn_of_no_validation(run: FitRun) -> None:
         text = f"{name} defines validation_step, but there is no validation data (val_dataloaders)"
     elif data:
         text = f"there is a val_dataloader, but {name} does not define validation_step"
-        hint = misspelt_as(run.module, "validation_step", TrainModule)
+        hint = hook_typo(run.module, "validation_step", TrainModule)
     elif settings.val_every != Interval.parse("1 epoch"):
         text = f"val_every is {settings.val_every}, but there is no validation data"
     else:

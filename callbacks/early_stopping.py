@@ -131,9 +131,9 @@ class EarlyStopping(MonitorCallback):
         if limit is not None and self._monitor.is_better(limit, value):
             return f"{name} = {value:.4g} is worse than the divergence threshold {limit:.4g}"
         if self.wait_count >= max(self.patience, 1):
-            count = "value" if self.wait_count == 1 else f"{self.wait_count} values"
+            count = "1 value" if self.wait_count == 1 else f"{self.wait_count} values"
             return (
-                f"{name} did not improve on {best:.4g} by more than {self.min_delta:.4g} "
-                f"in the last {count}; the latest is {value:.4g}"
+                f"{name} has not improved on its best value, {best:.4g}, by more than "
+                f"{self.min_delta:.4g} for {count}; the latest is {value:.4g}"
             )
         return None

@@ -395,7 +395,7 @@ def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any
         owner = type(getattr(call, "__self__", call)).__name__
         names = ", ".join(["self", *(p.name for p in expected)])
         raise TypeError(
-            f"{owner}.{name}{takes} is called with other arguments here ({error}): "
+            f"{owner}.{name}{takes} is called with other arguments ({error}). Write "
             f"def {name}({names})."
         ) from None
 

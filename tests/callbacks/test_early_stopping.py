@@ -50,11 +50,12 @@ def test_step_and_reason_of_the_stop():
     assert (callback.stopped_step, callback.stopped_epoch) == (13, 1)
     assert (callback.best_score, callback.wait_count) == (2.0, 1)
     assert callback.reason == (
-        "loss did not improve on 2 by more than 0 in the last value; the latest is 2.5"
+        "loss has not improved on its best value, 2, by more than 0 for 1 value; the latest is 2.5"
     )
     _, callback = stopped_after([2.123456, *[7 / 3] * 3])
     assert callback.reason == (
-        "loss did not improve on 2.123 by more than 0 in the last 3 values; the latest is 2.333"
+        "loss has not improved on its best value, 2.123, by more than 0 for 3 values; "
+        "the latest is 2.333"
     )
     _, callback = stopped_after([math.nan])
     assert callback.reason == "loss = nan is not finite"
@@ -99,4 +100,6 @@ def test_prints_why_it_stops_and_improvements_if_asked(verbose):
     improvements = ["Step 1: loss improved to 3.", "Step 3: loss improved to 2.5."]
     *before, last = trainer.accelerator.printed
     assert before == (improvements if verbose else [])
-    assert last.startswith("Step 4: EarlyStopping asks to stop: loss did not improve on 2.5")
+    assert last.startswith(
+        "Step 4: EarlyStopping asks to stop: loss has not improved on its best value, 2.5"
+    )

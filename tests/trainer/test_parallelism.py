@@ -193,7 +193,7 @@ def test_handlers_of_dimensions(monkeypatch):
     config = ParallelismConfig(sp_handler=DeepSpeedSequenceParallelConfig())
     assert (config.sp_handler, config.sp_backend) == (handler, "deepspeed")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
-    with pytest.raises(NotImplementedError, match="cp_comm_strategy is 'alltoall'"):
+    with pytest.raises(NotImplementedError, match="cp_comm_strategy='alltoall'"):
         ParallelismConfig(cp_size=2)
 
 

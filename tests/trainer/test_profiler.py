@@ -233,7 +233,7 @@ def test_an_error_in_the_middle_still_shows_the_table(clock, capsys):
     assert record["updates"] == 2
     assert seconds(record)["forward"] == 3 * STEP
     assert int(record["seconds"]) == sum(seconds(record).values())
-    assert "Where the time of fit went" in capsys.readouterr().out
+    assert "Time of fit by part" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -343,7 +343,7 @@ def report(num_workers=0, stage="fit", **parts):
     parts = {name.replace("_", " "): value for name, value in parts.items()}
     return Report(
         stage=stage,
-        clock="the clock of the host",
+        clock="the host's clock",
         unit="update" if stage == "fit" else "batch",
         steps=10,
         seconds=parts,
@@ -466,12 +466,12 @@ def test_without_profile_nothing_is_wrapped_or_written(clock, tmp_path, capsys):
     trainer = trainer_for(max_steps=1, callbacks=[Look()])
     trainer.fit(Module(clock), loader(clock))
     assert set(seen) == set(timed)
-    assert capsys.readouterr().out.count("Where the time") == 1
+    assert capsys.readouterr().out.count("Time of fit by part") == 1
 
 
 def test_a_trial_run_prints_its_profile_and_writes_nothing(clock, tmp_path, capsys):
     trainer_for(fast_dev_run=True).fit(Module(clock), loader(clock))
-    assert "Where the time of fit went" in capsys.readouterr().out
+    assert "Time of fit by part" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 

@@ -579,7 +579,7 @@ def link(target: Path, name: Path) -> None:
         OSError: The file system has no symlinks, or something else has the name.
     """
     if os.path.lexists(name) and not name.is_symlink():
-        raise FileExistsError(f"{name} exists and is no link")
+        raise FileExistsError(f"{name} exists and is not a link")
     temporary = hidden_beside(name)
     temporary.unlink()
     temporary.symlink_to(os.path.relpath(target, name.parent), target_is_directory=True)

@@ -494,6 +494,6 @@ def _check_not_meta(state: Mapping[str, object]) -> None:
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise RuntimeError(
-                f"The model cannot be saved: {name} has no data, being on the meta device. Load "
-                "weights first, or give it data with to_empty()."
+                f"The model cannot be saved: {name} is on the meta device and has no data. Load "
+                "weights first, or allocate it with to_empty()."
             )

@@ -78,7 +78,7 @@ class TorchDynamoPlugin:
         if self.options is not None and self.mode != "default":
             raise ValueError(
                 f"TorchDynamoPlugin has mode={self.mode!r} and options={self.options!r}; torch "
-                "takes one of them: the mode is a name for certain options."
+                "takes only one of them: a mode is a preset of options."
             )
 
     @property

@@ -630,8 +630,8 @@ class EpochIterator:
             yield from absent_batches(shares, self._remaining_batches(total, read))
         elif shares:
             logger.warning(
-                "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches: should "
-                "its __len__ be smaller?",
+                "The dataset (%s) raised StopIteration in epoch %d after %d of %s batches: is its "
+                "__len__ too large?",
                 type(self._source.dataset).__name__,
                 self.epoch + 1,
                 read,

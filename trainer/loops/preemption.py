@@ -128,7 +128,7 @@ def requeue(code: int) -> None:
         reason = getattr(error, "stderr", None) or error
         logger.error("SLURM did not requeue job %s: %s", job, str(reason).strip())
     else:
-        logger.warning("SLURM has put job %s back into its queue.", job)
+        logger.warning("SLURM has requeued job %s.", job)
 
 
 _installed: list[dict[int, Any]] = []  # the previous handlers, for each active `watch_signals`

@@ -141,8 +141,8 @@ def check_overrides(engine: Engine, module: TrainModule, hooks: HookTable) -> No
         asks = "pp_size" if kind is None else f"the plugin (--use_{kind.value.lower()})"
         raise NotImplementedError(
             f"{type(module).__name__} overrides {', '.join(sorted(overrides))}, but "
-            f"{_kind_of(engine)} reduces, clips and updates in one step: leave them out, or "
-            f"{asks}."
+            f"{_kind_of(engine)} reduces, clips and updates in one step: remove these "
+            f"overrides, or leave out {asks}."
         )
 
 

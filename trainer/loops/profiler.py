@@ -53,7 +53,7 @@ class HostLedger:
         seconds: The seconds of each part; complete after `settle`.
     """
 
-    name = "the clock of the host"
+    name = "the host's clock"
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: Counter[str] = Counter()
@@ -430,7 +430,7 @@ class Report:
     def text(self) -> str:
         """Return the table of times and the sentence about the bottleneck."""
         lines = [
-            f"Where the time of {self.stage} went, on rank 0, by {self.clock}: "
+            f"Time of {self.stage} by part, on rank 0, measured by {self.clock}: "
             f"{self.steps} {self.units} in {self.total:.3f} s",
             f"{'':<12}{f'ms per {self.unit}':>16}{'seconds':>12}{'share':>9}",
         ]

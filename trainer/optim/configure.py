@@ -341,9 +341,9 @@ def _check_attached(schedulers: Sequence[SchedulerEntry], optimizers: Sequence[O
             continue
         if not wrapped or trained.isdisjoint(map(id, parameters_of([scheduled]))):
             raise ValueError(
-                f"configure_optimizers returned a {type(entry.scheduler).__name__} of a "
-                f"{type(scheduled).__name__} that it did not return, whose learning rates have no "
-                "effect: create the scheduler with the optimizer that you return."
+                f"configure_optimizers returned a {type(entry.scheduler).__name__} for a "
+                f"{type(scheduled).__name__} that it did not return, so it has no effect: create "
+                "the scheduler with the optimizer that you return."
             )
 
 

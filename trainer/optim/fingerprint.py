@@ -127,10 +127,10 @@ def keep_options(
     ]
     if changed and tell:
         logger.warning(
-            "The optimizers and schedules are the checkpoint's, although configure_optimizers "
-            "has changed: %s%s. To change a value within a run, set it in on_train_start; for a "
-            "learning rate, call trainer.scale_learning_rate there once, which also scales its "
-            "schedule.",
+            "Optimizer options and schedules come from the checkpoint, although "
+            "configure_optimizers has changed: %s%s. To change a value within a run, set "
+            "it in on_train_start; for a learning rate, call trainer.scale_learning_rate there "
+            "once, which also scales its schedule.",
             "; ".join(
                 f"{n} stays {restored.get(n, saved[n])}, not {options[n]}" for n in changed[:3]
             ),

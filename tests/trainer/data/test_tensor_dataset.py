@@ -195,5 +195,5 @@ def test_stop_iteration_in_a_dataset_ends_the_epoch_with_a_warning(size, caplog)
     assert len(batches(loader)) == len(list(loader)) == read
     (logged,) = caplog.messages
     assert logged.startswith(
-        f"The dataset (Ending) ended epoch 2 by StopIteration after {read} of {total} batches"
+        f"The dataset (Ending) raised StopIteration in epoch 2 after {read} of {total} batches"
     )

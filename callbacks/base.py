@@ -156,7 +156,7 @@ class Callback:
     ) -> None:
         """Before ``training_step``; ``batch_idx`` counts this rank's micro-batches in the epoch.
 
-        Returning -1 leaves this rank's batch out and ends the epoch with this update.
+        Returning -1 skips this rank's batch and ends the epoch with this update.
         """
 
     def on_train_batch_end(

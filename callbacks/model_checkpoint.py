@@ -85,9 +85,8 @@ class ModelCheckpoint(Callback):
             keeps every checkpoint, 0 keeps none by rank.
         save_last: Save whenever due, whatever the rank, and keep this many newest checkpoints; True
             is 1.
-        on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked. The run
-            that resumes from it ranks the update, and removes the checkpoint if it is not to be
-            kept.
+        on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked. The resumed
+            run ranks this update, and removes the checkpoint if it is not among those to keep.
         on_exception: Save the weights of a process that fails, for inspection, as
             ``exception-<step>-rank-<rank>``. No run can resume from them.
         save_weights_only: Save only weights, from which no run can resume. ``ckpt_path="auto"`` and

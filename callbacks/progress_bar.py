@@ -372,7 +372,7 @@ class ProgressBar(Callback):
         self._close()
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Print what the run leaves, unless nothing was left to do."""
+        """Print the checkpoints and how to continue, unless nothing was left to do."""
         if self._trains:
             self._print(lambda: end_lines(trainer))
 

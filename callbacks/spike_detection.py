@@ -109,7 +109,7 @@ class SpikeDetection(MonitorCallback):
 
     @property
     def decides_by(self) -> tuple[str, ...]:
-        """What must be the same on all processes; nothing if the callback only logs."""
+        """Settings that must be the same on all processes; empty if the callback only logs."""
         return _STOPS_BY if self.action == "stop" else ()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

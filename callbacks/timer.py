@@ -58,7 +58,7 @@ class Timer(Callback):
 
     @property
     def decides_by(self) -> tuple[str, ...]:
-        """What must be the same on all processes; nothing if the callback only measures."""
+        """Settings that must be the same on all processes; empty if the callback only measures."""
         return () if self.duration is None else ("duration", "interval")
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:

@@ -281,12 +281,12 @@ class MLflowTracker(MediaTracker):
 
         Args:
             path: the file or the folder.
-            name: the folder among the run's files; by default that of a file is their root, and
-                that of a folder has its name. "" is the root.
+            name: the folder among the run's files. By default a file goes to the root, and a folder
+                keeps its name. "" is the root.
             kind: "model" adds ``step-100`` to the folder.
             step: see `kind`.
-            local_path: another name of `path`, MLflow's.
-            artifact_path: another name of `name`, MLflow's.
+            local_path: MLflow's name of `path`.
+            artifact_path: MLflow's name of `name`.
             **kwargs: has no effect.
 
         Raises:

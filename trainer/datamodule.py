@@ -108,7 +108,7 @@ class DataModule:
         return batch
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when the run failed, before `exception` is re-raised; other ranks may be gone."""
+        """Called when the run failed, before `exception` is re-raised; other ranks may be down."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the loaders depend on, such as a vocabulary or split: tensors, plain values.

@@ -39,7 +39,7 @@ class LocalSGD:
     Raises:
         ValueError: `local_sgd_steps` is below 1.
         NotImplementedError: The engine shards the model, or a library makes its updates, so that
-            processes cannot train apart.
+            processes cannot train independently.
     """
 
     def __init__(

@@ -725,8 +725,8 @@ class TrainModule(nn.Module):
             epoch: The current epoch, from 0.
             batch_idx: The number of the batch in the epoch, from 0.
             optimizer: The prepared optimizer.
-            optimizer_closure: Returns the loss of the update, once: forward and backward passes
-                have run already.
+            optimizer_closure: Returns the loss of the update. Forward and backward have already
+                run, so it can be called only once.
         """
         optimizer.step(optimizer_closure)
 

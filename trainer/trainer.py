@@ -144,13 +144,12 @@ class Trainer:
         limit_val_batches: The same for each validation loader; 0 disables validation.
         limit_test_batches: The same for each test loader.
         limit_predict_batches: The same for each prediction loader.
-        overfit_batches: Train and validate on only the first this many batches of each loader,
+        overfit_batches: Train and validate on only this many batches of each loader: the first,
             unshuffled.
         reload_dataloaders_every_n_epochs: Get new training and validation loaders from the module
             or the `DataModule` at the beginning of every n-th epoch; 0 for never. A run that
-            resumes inside an epoch creates its loaders by the same call, with the `current_epoch`,
-            `global_step` and RNG states of that earlier call, and the datamodule's state from the
-            checkpoint.
+            resumes inside an epoch creates them again, with the `current_epoch`, `global_step` and
+            RNG states of the original call and the datamodule's state from the checkpoint.
         fast_dev_run: Run this many batches (True is 1) of every loader on each process and write no
             files.
         gradient_accumulation_steps: Micro-batches per update, on each process. The gradient is that
@@ -179,8 +178,8 @@ class Trainer:
         project_name: The project name for trackers; by default the project folder's name.
         run_name: The name of the run for trackers.
         project_dir: The folder of checkpoints, ``metrics.jsonl`` and trackers' files. A relative
-            path is resolved now, in the current working directory. None creates a new folder under
-            ``runs/`` for each Trainer.
+            path is resolved against the working directory when the Trainer is created. None creates
+            a new folder under ``runs/`` for each Trainer.
         progress_bar: Show a progress bar on the main process. If the output is a log file, it is
             one line per epoch.
         callbacks: Called in this order, except that callbacks that save checkpoints come last.
@@ -202,7 +201,8 @@ class Trainer:
             `progress_bar` and `checkpointing`; `project_dir` is only used to find `ckpt_path`.
         slurm_requeue: Requeue the SLURM job when SIGUSR1 (``sbatch --signal=USR1@120``) or
             `max_time` has ended the run.
-        checkpointing: Keep the last checkpoint unless a `ModelCheckpoint` is among the callbacks.
+        checkpointing: Keep the last checkpoint. A `ModelCheckpoint` among the callbacks replaces
+            this rule.
         accelerator: An existing `Accelerator`, which replaces the arguments below. Its
             `project_configuration` replaces `project_config`. An `Accelerator` with settings for
             custom loops, such as trackers, raises an error.
@@ -435,7 +435,8 @@ class Trainer:
                 the data over the ranks. A list or dict of loaders gives joint batches, see
                 `CombinedLoader`. A `DataModule` may be passed instead.
             val_dataloaders: The validation loader or a list of them; optional.
-            datamodule: A `DataModule`, or any object with some of its methods, instead of both.
+            datamodule: A `DataModule`, or any object with some of its methods, instead of the
+                loaders.
             ckpt_path: The checkpoint to resume from: None for a new run, a path, ``"last"`` or
                 ``"best"`` of this `project_dir`, or ``"auto"``: the last one if there is one.
                 Checkpoints later than this one are renamed to ``abandoned-…``. A weights-only

@@ -186,9 +186,9 @@ def dispatch_model(
 ) -> nn.Module:
     """Place the modules of a model by a device map; its outputs do not change.
 
-    Modules on the CPU or the disk run on the main device, where their weights are only during their
-    forward pass; without an accelerator that is the CPU. ``model.hf_device_map`` is the map. A map
-    of one device moves the model there, without hooks.
+    Modules placed on the CPU or the disk run on the main device (the CPU without an accelerator);
+    their weights are moved there only for their forward pass. ``model.hf_device_map`` is the map. A
+    map of one device moves the model there, without hooks.
 
     Example::
 

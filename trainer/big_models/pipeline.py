@@ -56,9 +56,9 @@ def prepare_pippy(
 ) -> nn.Module:
     """Let each process run a part of a model's layers, for inference.
 
-    The model is then called on every process, in ``torch.no_grad()``. Rank 0's arguments count;
-    batches may have any size. The output is on the last process, and None elsewhere. With one
-    process the model stays as it is. It is not to be given to `Accelerator.prepare`.
+    The model is then called on every process, in ``torch.no_grad()``. Only rank 0's arguments are
+    used; batches may have any size. The output is on the last process, and None elsewhere. With one
+    process the model stays as it is. Do not pass it to `Accelerator.prepare`.
 
     Example::
 
@@ -106,12 +106,12 @@ def prepare_pippy(
 
 
 class PipelineParallel:
-    """Trains a model of which each process has some layers, in a loop of your own.
+    """Pipeline parallelism in your own loop: each process has some layers of the model.
 
-    Every process runs the same loop and calls `step` for each batch; rank 0's batches count.
-    Loaders are not prepared, and neither is this object: its processes share one batch. The
-    gradients are those of one process on the whole batch, and so are losses and norms. With one
-    process the micro-batches are run one after another.
+    Every process runs the same loop and calls `step` for each batch; only rank 0's batches are
+    used. Do not prepare the loaders or this object: its processes share one batch. The gradients
+    are those of one process on the whole batch, and so are losses and norms. With one process the
+    micro-batches are run one after another.
 
     Example::
 
@@ -198,7 +198,7 @@ class PipelineParallel:
         """Run forward and backward of a batch, and add to the parameters' gradients.
 
         Args:
-            *args: Arguments of the model. Those of rank 0 count.
+            *args: Arguments of the model. Only those of rank 0 are used.
             target: Tensors in nested containers, for the loss, with as many rows as the batch.
             **kwargs: Arguments of the model.
 

@@ -21,7 +21,7 @@ from trainer.launch import LaunchError
 
 # command: (its module in this package, what it does)
 COMMANDS = {
-    "config": ("config", "ask how launch should start scripts, and save the answers"),
+    "config": ("config", "create the configuration file of trainer launch"),
     "launch": ("launch", "run a script in one or more processes, on one or more machines"),
     "test": ("test", "check this machine: start processes, and see that they work together"),
     "env": ("env", "show the versions, the devices, the configuration and the files in use"),
@@ -29,8 +29,8 @@ COMMANDS = {
     "report": ("report", "write an HTML page about a run, or comparing several"),
     "watch": ("watch", "plot the metrics of runs in the terminal while they are running"),
     "fit": ("fit", "train a model described by configuration files and options"),
-    "validate": ("fit", "validate such a model"),
-    "test-model": ("fit", "test such a model (`test` checks the machine)"),
+    "validate": ("fit", "evaluate such a model on its validation data"),
+    "test-model": ("fit", "evaluate such a model on its test data (`test` checks the machine)"),
     "predict": ("fit", "write the predictions of such a model to files"),
     "estimate-memory": ("estimate_memory", "estimate how much memory training a model needs"),
     "merge-weights": ("merge_weights", "merge a checkpoint's shards into one safetensors file"),

@@ -52,7 +52,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         codes={0: "all are sound", 1: "a checkpoint is damaged or could not be removed"},
     )
     add = made.add_argument
-    text = "the folder of a project, its 'checkpoints' folder, or one checkpoint"
+    text = "a run's folder (project_dir), its 'checkpoints' folder, or one checkpoint"
     add("directory", type=Path, metavar="DIR", help=text)
     add("--verify", action="store_true", help="read files and compare hashes")
     add("--json", action="store_true", help="print JSON")

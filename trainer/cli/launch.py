@@ -40,7 +40,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         codes={
             0: "done",
             1: "the script failed; or the exit code of the process that failed first",
-            124: "max_time was over: the run is saved",
+            124: "max_time reached: the run is saved",
             138: "SIGUSR1: the run is saved",
             143: "SIGTERM: the run is saved",
         },

@@ -23,7 +23,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "the file was written and verified", 1: "no intact weights, or OUTPUT exists"},
     )
-    what = "a folder with model.safetensors or with shards; or the index or one file of these"
+    what = "a folder with model.safetensors or shards, or an index or shard file in it"
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=what)
     made.add_argument("output", type=Path, metavar="OUTPUT", help="the new file, NAME.safetensors")
     made.add_argument("--force", action="store_true", help="replace an existing file")

@@ -233,7 +233,7 @@ class DeepSpeedPlugin:
 
     hf_ds_config: Any = setting(
         "text",
-        "a JSON file with a configuration, in place of the rest",
+        "a DeepSpeed JSON file, in place of the other options",
         env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         question="a JSON file with its configuration (none: by these questions)",
     )
@@ -291,7 +291,7 @@ class DeepSpeedPlugin:
     )
     transformer_moe_cls_names: str | None = setting(
         "text",
-        "experts that stage 3 gathers together",
+        "classes of experts that stage 3 gathers together",
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
     )
     is_train_batch_min: bool = True

@@ -73,8 +73,8 @@ class FullyShardedDataParallelPlugin:
             states are saved as shards, which load on any number of processes. `save_model` and
             ``trainer merge-weights`` write whole weights. None takes ``FSDP_STATE_DICT_TYPE``, else
             ``"SHARDED_STATE_DICT"``.
-        state_dict_config: FSDP 1's; has no effect.
-        optim_state_dict_config: FSDP 1's; has no effect.
+        state_dict_config: For FSDP 1; has no effect.
+        optim_state_dict_config: For FSDP 1; has no effect.
         activation_checkpointing: Recompute the activations of the units in backward; None takes
             ``FSDP_ACTIVATION_CHECKPOINTING``, else False.
         activation_checkpointing_offload: Keep the inputs of recomputed units in host memory until
@@ -86,10 +86,10 @@ class FullyShardedDataParallelPlugin:
             ``FSDP_CPU_RAM_EFFICIENT_LOADING``, else False.
         param_init_fn: Initialises a module that is on the meta device, on rank 0; None calls its
             ``reset_parameters``.
-        backward_prefetch: FSDP 1's; must not be ``"BACKWARD_POST"``.
-        limit_all_gathers: FSDP 1's; must be True.
-        use_orig_params: FSDP 1's; must not be False.
-        sync_module_states: FSDP 1's; must not be False.
+        backward_prefetch: For FSDP 1; must not be ``"BACKWARD_POST"``.
+        limit_all_gathers: For FSDP 1; must be True.
+        use_orig_params: For FSDP 1; must not be False.
+        sync_module_states: For FSDP 1; must not be False.
         forward_prefetch: Gather the next submodule's parameters during forward; None takes
             ``FSDP_FORWARD_PREFETCH``, else False.
 
@@ -142,7 +142,7 @@ class FullyShardedDataParallelPlugin:
         question="recompute activations in backward",
     )
     activation_checkpointing_offload: bool | None = setting(
-        "bool", "keep their inputs in host memory (false)", False
+        "bool", "keep the inputs of recomputed blocks in host memory (false)", False
     )
     state_dict_type: Any = setting(
         "text", "SHARDED_STATE_DICT or FULL_STATE_DICT", "SHARDED_STATE_DICT"
@@ -151,13 +151,13 @@ class FullyShardedDataParallelPlugin:
         "bool", "gather the next submodule during forward (false)", False
     )
     backward_prefetch: Any = setting(
-        "text", "FSDP 1's: BACKWARD_PRE or NO_PREFETCH", "BACKWARD_PRE"
+        "text", "FSDP 1 only: BACKWARD_PRE or NO_PREFETCH", "BACKWARD_PRE"
     )
-    use_orig_params: bool | None = setting("bool", "FSDP 1's: true", True)
+    use_orig_params: bool | None = setting("bool", "FSDP 1 only: true", True)
     cpu_ram_efficient_loading: bool | None = setting(
         "bool", "only rank 0 reads pretrained weights (false)", False
     )
-    sync_module_states: bool | None = setting("bool", "FSDP 1's: true", True)
+    sync_module_states: bool | None = setting("bool", "FSDP 1 only: true", True)
     ignored_modules: Iterable[Any] | str | None = setting(
         "text", "a regular expression for names of modules not to shard"
     )
@@ -210,7 +210,7 @@ class FullyShardedDataParallelPlugin:
     def requested(
         cls, given: FullyShardedDataParallelPlugin | None
     ) -> FullyShardedDataParallelPlugin | None:
-        """Return the given one, or if ``ACCELERATE_USE_FSDP`` is set, a new one."""
+        """Return the given plugin, or a new one if ``ACCELERATE_USE_FSDP`` is set."""
         check_type("fsdp_plugin", given, cls)
         return cls() if given is None and environment.read_flag("ACCELERATE_USE_FSDP") else given
 
@@ -292,7 +292,7 @@ class FullyShardedDataParallelPlugin:
         Args:
             mixed_precision: The precision of gathered parameters and of the computation; gradients
                 are reduced in float32.
-            buffer_autocast: FSDP 1's; FSDP 2 does not convert buffers.
+            buffer_autocast: For FSDP 1; FSDP 2 does not convert buffers.
             override: Replace a policy that is already set.
         """
         del buffer_autocast

@@ -38,7 +38,8 @@ class DataLoaderConfiguration:
             detected without this option.
 
     Raises:
-        TypeError: A value is not a bool (or, for `dispatch_batches`, None), or `data_seed` no int.
+        TypeError: A value is not a bool (or, for `dispatch_batches`, None), or `data_seed` is not
+            an int.
     """
 
     split_batches: bool = False

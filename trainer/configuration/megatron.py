@@ -132,7 +132,7 @@ class MegatronLMPlugin:
         lr_warmup_iters: The number of warm-up updates.
         lr_warmup_fraction: The warm-up as a fraction of the schedule.
         min_lr: The last learning rate.
-        is_train_batch_min: Has no effect: batches of any size are cut.
+        is_train_batch_min: Has no effect: batches of any size are split.
 
     Raises:
         ValueError: A name is unknown, a size is below 1, or values contradict each other.
@@ -143,15 +143,15 @@ class MegatronLMPlugin:
 
     tp_degree: int | None = setting(
         "count",
-        "processes that share each layer (1)",
+        "processes that share each layer, tensor parallel (1)",
         1,
         question="processes that share each layer, tensor parallel",
     )
     pp_degree: int | None = setting(
         "count",
-        "stages of layers, one after the other (1)",
+        "pipeline stages (1)",
         1,
-        question="stages of layers, pipeline parallel",
+        question="pipeline stages",
     )
     num_micro_batches: int | None = setting(
         "count",
@@ -163,10 +163,10 @@ class MegatronLMPlugin:
         "float", "maximum norm, if the script has none (1.0)", 1.0
     )
     sequence_parallelism: bool | None = setting(
-        "bool", "divide sequences where layers are (false)", False
+        "bool", "sequence parallelism, with tensor parallelism (false)", False
     )
     recompute_activations: bool | None = setting(
-        "bool", "recompute those of the attention (false)", False
+        "bool", "recompute attention activations in backward (false)", False
     )
     recompute_granularity: str | None = setting("text", "full or selective")
     recompute_method: str | None = setting("text", "uniform or block")

@@ -54,8 +54,8 @@ class TorchContextParallelConfig:
         fill(self)
         if self.cp_comm_strategy == "alltoall":
             raise NotImplementedError(
-                "cp_comm_strategy is 'alltoall', which sends keys and values from process to "
-                "process; here attention gathers them all: use 'allgather'."
+                "cp_comm_strategy='alltoall' is not supported: use 'allgather', which gathers all "
+                "keys and values for attention."
             )
         check_choice("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
 
@@ -178,16 +178,18 @@ class ParallelismConfig:
     dp_shard_size: int | None = setting("count", "processes that shard a replica (1)", 1)
     tp_size: int | None = setting(
         "count",
-        "processes that share each layer (1)",
+        "processes that share each layer, tensor parallel (1)",
         1,
         question="processes that share each layer, tensor parallel",
     )
-    pp_size: int | None = setting("count", "stages of layers (1)", 1)
+    pp_size: int | None = setting("count", "pipeline stages (1)", 1)
     pp_schedule: str | None = setting("text", "gpipe, 1f1b or interleaved (1f1b)", "1f1b")
     pp_microbatches: int | None = setting("count", "micro-batches of each batch (4 for each stage)")
     pp_stages_per_rank: int | None = setting("count", "stages of each process (interleaved: 2)")
     pp_split: Sequence[str] | None = None
-    cp_size: int | None = setting("count", "processes that share each sequence (1)", 1)
+    cp_size: int | None = setting(
+        "count", "processes that share each sequence, context parallel (1)", 1
+    )
     sp_size: int | None = setting(
         "count", "processes that share each sequence, by DeepSpeed (1)", 1
     )
@@ -281,7 +283,7 @@ class ParallelismConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """How many shares of the data there are."""
+        """The number of data shards."""
         assert self.dp_replicate_size is not None
         assert self.dp_shard_size is not None
         return self.dp_replicate_size * self.dp_shard_size

@@ -54,8 +54,8 @@ def _with_batches(tree: Any, batches: Iterator[Any]) -> Any:
 class CombinedLoader:
     """Loaders whose batches come together, such as labelled and unlabelled data.
 
-    A batch has the form of `iterables`, with a batch of each loader in its place. A list or dict of
-    training loaders is one with the mode ``"max_size_cycle"``.
+    A batch has the structure of `iterables`, with a batch in place of each loader. A list or dict
+    of training loaders is one with the mode ``"max_size_cycle"``.
 
     Example::
 
@@ -65,10 +65,9 @@ class CombinedLoader:
     Args:
         iterables: A dict or list of loaders, perhaps nested.
         mode: ``"min_size"`` ends with the shortest loader. ``"max_size_cycle"`` ends with the
-            longest one, and begins the others again, in a new order if they shuffle.
-            ``"max_size"`` ends with the longest one too, and has None in place of a batch of those
-            that have ended. ``"sequential"`` reads one after another: a batch is that of one
-            loader.
+            longest one, and begins the others again, in a new order if they shuffle. ``"max_size"``
+            also ends with the longest one, with None for loaders that have ended. ``"sequential"``
+            reads one loader after another, so each batch comes from one loader.
 
     Attributes:
         iterables: As given.
@@ -105,10 +104,11 @@ class CombinedLoader:
         return [partial(_unchanged, loader) for loader in self.flattened]
 
     def joined(self, parts: Sequence[tuple[int, Any]]) -> Any:
-        """Return the joint batch of (number of a loader, batch) pairs.
+        """Return the joint batch, given (loader index, batch) pairs.
 
         Args:
-            parts: Those that have a batch; in the mode ``"sequential"`` one.
+            parts: One pair for each loader that has a batch; in the mode ``"sequential"`` a single
+                pair.
         """
         if self.mode == "sequential":
             return parts[0][1]

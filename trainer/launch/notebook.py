@@ -61,15 +61,15 @@ def notebook_launcher(
             with ``PJRT_DEVICE=TPU``, chip; or one if there is none.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``, unless the function's `Accelerator`
             sets it.
-        use_port: The port where the processes meet; by default a free one, or 29500 with several
-            machines. Whoever reaches it on a network can run code in the processes: use a private
-            one. On one machine it can be reached from there only.
+        use_port: The rendezvous port; by default a free one, or 29500 with several machines.
+            Whoever reaches it on a network can run code in the processes: use a private one. On one
+            machine it can be reached from there only.
         master_addr: The address of the first machine.
         node_rank: The rank of this machine.
         num_nodes: The number of machines that run the same cell, with as many processes each.
-        rdzv_backend: How several machines meet, as for ``torchrun``.
-        rdzv_endpoint: Where they meet; by default `master_addr` and `use_port`.
-        rdzv_conf: More settings of the backend.
+        rdzv_backend: The rendezvous backend for several machines, as for ``torchrun``.
+        rdzv_endpoint: The rendezvous address; by default `master_addr` and `use_port`.
+        rdzv_conf: Settings of the rendezvous backend.
         rdzv_id: The name of the job, the same on all machines.
         max_restarts: How often all processes are restarted after one has failed.
         monitor_interval: Seconds between two checks of the processes.

@@ -139,7 +139,7 @@ def _sharding(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models larger than one device")
     _add(group, "--use_fsdp", help="shard models over the processes; see docs/launching.md")
     _add(group, "--use_deepspeed", help="partition models and optimizers with DeepSpeed's ZeRO")
-    _add(group, "--use_parallelism_config", help="a mesh of replicas, shards and split layers")
+    _add(group, "--use_parallelism_config", help="combine kinds of parallelism in a mesh")
     _add(group, "--use_megatron_lm", help="divide a model of megatron-core over the processes")
     for _, settings in SECTIONS.values():
         _add_settings(group, settings)
@@ -173,7 +173,7 @@ def _machines(parser: argparse.ArgumentParser) -> None:
         help="restart all processes after up to N failures",
     )
     _add(group, "--monitor_interval", type=float, metavar="SECONDS", help="time between checks")
-    _add(group, "--rdzv_backend", choices=("static", "c10d"), help="how machines meet")
+    _add(group, "--rdzv_backend", choices=("static", "c10d"), help="rendezvous backend")
     _add(
         group,
         "--rdzv_endpoint",
@@ -181,7 +181,7 @@ def _machines(parser: argparse.ArgumentParser) -> None:
         help="rendezvous address of the launchers, for c10d",
     )
     _add(group, "--rdzv_id", metavar="NAME", help="name of the job, the same on all machines")
-    _add(group, "--rdzv_conf", metavar="KEY=VALUE,…", help="more settings, such as timeout=600")
+    _add(group, "--rdzv_conf", metavar="KEY=VALUE,…", help="its settings, such as timeout=600")
     what = "how long processes may save after a signal (default 300)"
     _add(group, "--shutdown_timeout", type=count, metavar="SECONDS", help=what)
     # They have no effect here, or are refused.

@@ -50,21 +50,20 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of `trainer estimate-memory`."""
     made = command_parser(
         prog,
-        "Estimate how much memory training a model takes on each process. The model is created\n"
+        "Estimate how much memory training a model takes on each process. The model is created "
         "without data, so any size fits.\n\n"
-        "fp16 and bf16 are those of Trainer(mixed_precision=...): weights, gradients and the\n"
-        "optimizer's state stay as they are; the activations shrink, but include copies of the\n"
-        "weights. fp8 multiplies in 8 bits, and keeps what bf16 does but these copies. pure-bf16\n"
-        "converts the model itself. Activations are what one forward pass keeps for its backward\n"
-        "pass, with the kernels of the CPU. Not counted: temporary memory of operations, buckets\n"
-        "of communication, what the allocator wastes, and the driver's own memory.\n\n"
-        "--dtypes does not train: it gives the bytes of the weights and of the largest layer, in\n"
-        "dtypes of a checkpoint; int8 and int4 without the scales of a quantiser.\n\n"
-        "--fsdp and --tp lay the model out as the Trainer does with as many processes, and give\n"
-        "the memory of the first one, which has the most. gathered are the parameters that it\n"
-        "gathers at once for a pass: the model's own, and those of two wrapped submodules.\n"
-        "Replicas (HSDP) do not change it. --shards needs no layout: it divides the whole by the\n"
-        "stages of ZeRO.",
+        "fp16 and bf16 are those of Trainer(mixed_precision=...): weights, gradients and optimizer "
+        "state keep their dtype; activations shrink, but include 16-bit copies of the weights. fp8 "
+        "is like bf16 without these copies. pure-bf16 converts the model itself. Activations are "
+        "what a forward pass keeps for backward, with CPU kernels. Not counted: temporary memory "
+        "of operations, communication buckets, allocator fragmentation and the driver's memory."
+        "\n\n"
+        "--dtypes only gives the bytes of the weights and of the largest layer; int8 and int4 "
+        "without quantisation scales.\n\n"
+        "--fsdp and --tp shard the model as the Trainer does, and give the memory of the first "
+        "process, which has the most. 'gathered' counts the parameters that are gathered at the "
+        "same time: the model's own, and those of two wrapped submodules. Replicas (HSDP) change "
+        "nothing. --shards divides the totals as the ZeRO stages do.",
         examples=[
             ("a class in net.py, in the current folder", "net:Net --init width=512"),
             ("with activations, for batches of 32", "net:Net --input 3x224x224 --batch 32"),
@@ -74,7 +73,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("sharded by FSDP, a unit for each Block", "net:Net --fsdp 8 64 --wrap Block"),
             ("layers split over 8 of 64 processes", "net:Net --fsdp 8 --tp 8 --wrap Block"),
             ("a model of transformers", "some/model-name --precision pure-bf16"),
-            ("to load one only", "some/model-name --dtypes float16 int8 int4"),
+            ("memory to load it, without training", "some/model-name --dtypes float16 int8 int4"),
         ],
         codes={0: "done", 1: "the model cannot be created or measured without data"},
     )
@@ -89,26 +88,26 @@ def parser(prog: str) -> argparse.ArgumentParser:
     several("--precision", choices=_PRECISIONS, help="default: no bf16")
     text = f"of torch.optim, or {_OWN}; default: adamw"
     made.add_argument("--optimizer", metavar="NAME", help=text)
-    text = "its arguments"
+    text = "arguments of the optimizer, values as in YAML"
     several("--optimizer-init", type=_pair, default=[], metavar="NAME=VALUE", help=text)
     text = "what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64"
     several("--input", type=_input, default=[], metavar="[NAME=]SHAPE[:DTYPE]", help=text)
     several("--batch", type=count, metavar="N", help="batch sizes; default: 1")
-    several("--shards", type=count, metavar="N", help="numbers of processes; default: 1")
-    text = "numbers of processes that share each replica of the model by FSDP; default: 1"
+    several("--shards", type=count, metavar="N", help="numbers of ZeRO processes; default: 1")
+    text = "numbers of FSDP processes per replica; default: 1"
     several("--fsdp", type=count, metavar="N", help=text)
-    text = "numbers of processes that share each layer, by the model's tp_plan; default: 1"
+    text = "numbers of tensor-parallel processes, by the model's tp_plan; default: 1"
     several("--tp", type=count, metavar="N", help=text)
-    text = "submodules that gather their parameters by themselves; default: _no_split_modules"
+    text = "classes of submodules to wrap as FSDP units; default: _no_split_modules"
     several("--wrap", metavar="CLASS", help=text)
-    text = "recompute the activations of these submodules in backward"
+    text = "recompute the activations of wrapped submodules in backward"
     made.add_argument("--activation-checkpointing", action="store_true", help=text)
     text = "only the weights, in these dtypes: " + ", ".join(_DTYPES)
     several("--dtypes", choices=_DTYPES, metavar="DTYPE", help=text)
     add = made.add_argument
-    text = "whose the model is: timm, or transformers (the default)"
+    text = "library of the model: timm, or transformers (the default)"
     add("--library_name", "--library-name", choices=("timm", "transformers"), help=text)
-    text = "run code of the hub that defines a model of transformers"
+    text = "run model code from the Hugging Face hub"
     add("--trust_remote_code", "--trust-remote-code", action="store_true", help=text)
     made.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return made

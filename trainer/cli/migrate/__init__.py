@@ -57,9 +57,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     text = "for a folder, show every finding with its line instead of counts by cause"
     made.add_argument("--all", action="store_true", help=text)
     add = made.add_argument_group("checkpoints").add_argument
-    text = "the new folder; by default that of the .ckpt file, without the suffix"
+    text = "the new folder (default: the .ckpt file's path without the suffix)"
     add("--output", type=Path, metavar="DIR", help=text)
-    text = "how many processes the run had, for a position inside an epoch (default: 1)"
+    text = "processes of the saved run, to resume inside an epoch (default: 1)"
     add("--num_processes", type=count, metavar="N", default=1, help=text)
     return made
 

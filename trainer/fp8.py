@@ -138,9 +138,9 @@ class TorchAOLayers:
         if not found:
             logger.warning(
                 f"mixed_precision='fp8' finds no layer of {type(module).__name__} to convert, "
-                "which runs in bfloat16: by default these are nn.Linear, but the first and the "
-                "last, whose dimensions are multiples of 16. Choose others by "
-                "AORecipeKwargs(module_filter_func=...)."
+                "so it runs in bfloat16. By default, nn.Linear layers are converted, except the "
+                "first, the last, and those with dimensions that are not multiples of 16. Choose "
+                "others with AORecipeKwargs(module_filter_func=...)."
             )
 
     def gather_in_fp8(self, module: nn.Module) -> None:

@@ -30,8 +30,8 @@ _EPOCH_END = (
 )
 _STEP_END = "do it at the end of {0}_step: every process runs the whole step on its own batch"
 _MODE = (
-    "the whole module is put in evaluation mode and each part back into its own afterwards; parts "
-    "that you set to eval() stay so"
+    "the whole module is put in evaluation mode, and afterwards each submodule back into the mode "
+    "it had"
 )
 _IN_LOADER = "do it in {}_dataloader"
 MODULE_HOOKS = {
@@ -73,7 +73,7 @@ CALLBACK_HOOKS = {
     "on_evaluate": "use on_validation_end, unless trainer.sanity_checking",
     "on_log": "use on_boundary, which finds the values in trainer.callback_metrics",
     "on_save": (
-        "use on_boundary with trainer.wait_for_save(), after which the folder is there; "
+        "use on_boundary with trainer.wait_for_save(), after which the folder exists; "
         "on_save_checkpoint adds to what is saved"
     ),
     "on_step_begin": "use on_train_step_start",
@@ -127,7 +127,7 @@ EVALUATION_ARGUMENTS = {
 """Of validate, test and predict."""
 STEP_ARGUMENTS = {
     "optimizer_idx": f"for several optimizers {MANUAL}: self.optimizers()",
-    "hiddens": f"to go back through a sequence in parts, {MANUAL}",
+    "hiddens": f"for truncated backpropagation through time, {MANUAL}",
 }
 """No step is given them."""
 LOG_ARGUMENTS = {
@@ -159,8 +159,8 @@ TRAINER_ATTRIBUTES = {
     "evaluate": "use trainer.validate(module, loader)",
     "gradient_clip_val": "pass Trainer(max_grad_norm=...)",
     "is_last_batch": (
-        "step schedules in on_train_epoch_end; inside training_step the last batch of an epoch is "
-        "that of batch_idx + 1 == trainer.num_training_batches"
+        "step schedules in on_train_epoch_end; inside training_step the last batch of an epoch "
+        "has batch_idx + 1 == trainer.num_training_batches"
     ),
     "log_dir": "use trainer.logs_dir",
     "log_every_n_steps": "pass Trainer(log_every=...)",

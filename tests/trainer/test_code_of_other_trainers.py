@@ -320,7 +320,7 @@ def test_what_is_recommended_for_them_are_arguments():
         ("devices", "0, 2", "use trainer launch --gpu_ids 0,2 script.py"),
         ("num_nodes", 1, "leave it out"),
         ("num_nodes", 3, "use trainer launch --num_machines 3 --machine_rank R "),
-        ("tpu_cores", 8, "leave it out: such devices are not supported"),
+        ("tpu_cores", 8, "use trainer launch --tpu script.py"),
         ("precision", 32, "leave it out: float32"),
         ("precision", "32-true", "leave it out: float32"),
         ("precision", "bf16-mixed", "use mixed_precision='bf16'"),
@@ -617,7 +617,7 @@ def test_the_module_is_called_on_the_batches_of_several_loaders():
 
 
 @pytest.mark.parametrize(
-    ("argument", "hint"), [("optimizer_idx", "optimizers"), ("hiddens", "sequence")]
+    ("argument", "hint"), [("optimizer_idx", "optimizers"), ("hiddens", "truncated")]
 )
 def test_a_step_with_arguments_of_old_is_refused(argument, hint):
     scope: dict = {}

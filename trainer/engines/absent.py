@@ -137,8 +137,8 @@ def _run_on_meta(
         raise RuntimeError(
             "A value was read that another stage of the pipeline computes. Stages before the "
             "last know only the shapes of what layers return: read values (item, tolist) in "
-            "training_step after calling the model, not in the model. In the module, define what "
-            "runs before the layers before them, and what runs after the layers after them."
+            "training_step after calling the model, not in the model. Define submodules in the "
+            "order in which they run: embedding, layers, head."
         ) from error
     numbers = {id(each): number for number, each in enumerate(made)}
     return map_tree(

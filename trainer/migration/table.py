@@ -43,11 +43,10 @@ SECOND_FIT = (
 )
 SHARDED_BY_US = (
     f"{NOTHING}: loaders are sharded already. Give every process the same dataset and the same "
-    "sampler, of the whole order; each reads its own batches, and no sample is repeated. Where an "
+    "sampler, over the whole data; each reads its own batches, and no sample is repeated. Where an "
     "IterableDataset gives each process its own part, pass "
     "dataloader_config=DataLoaderConfiguration(presharded=True)"
 )
-_NO_SUCH_DEVICE = f"{NOTHING}: such devices are not supported"
 _ALL_DEVICES = hints.TRAINER_ARGUMENTS["devices"]
 
 # -- hooks that nobody would call ------------------------------------------------------------------
@@ -71,10 +70,10 @@ CALLBACK_HOOKS = {
 LOGGER_METHODS = {
     "after_save_checkpoint": (
         "write a Callback whose on_boundary calls trainer.wait_for_save(), after which the folder "
-        "is there"
+        "exists"
     ),
 }
-_BAR = "the bar shows what self.log is given with prog_bar=True"
+_BAR = "the bar shows values logged with prog_bar=True"
 HOOKS_OF_CALLBACKS = {
     "ModelCheckpoint.format_checkpoint_name": (
         "a folder is named after its update, and its manifest.json has the metrics"
@@ -116,7 +115,7 @@ LIGHTNING_ARGUMENTS = _of(
     "enable_autolog_hparams": "save_hyperparameters(logger=...)",
     "enable_model_summary": _SUMMARY,
     "gradient_clip_algorithm": "max_grad_norm or max_grad_value",
-    "ipus": _NO_SUCH_DEVICE,
+    "ipus": f"{NOTHING}: IPUs are not supported",
     "inference_mode": f"{NOTHING}: evaluations record no gradients",
     "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
     "model_registry": f"{NOTHING}: it is a service of Lightning's makers",
@@ -134,7 +133,7 @@ LIGHTNING_ARGUMENTS = _of(
     "replace_sampler_ddp": SHARDED_BY_US,
     "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
     "terminate_on_nan": f"{NOTHING}: non_finite='stop' is the default",
-    "tpu_cores": _NO_SUCH_DEVICE,
+    "tpu_cores": "trainer launch --tpu script.py",
     "track_grad_norm": "callbacks=[GradientNormMonitor()]",
     "truncated_bptt_steps": f"{NOTHING}; for parts of a sequence, {MANUAL}",
     "use_distributed_sampler": SHARDED_BY_US,
@@ -237,7 +236,7 @@ HUGGING_FACE_ARGUMENTS = _of(
     "torch_compile": "dynamo_backend='inductor'",
     "torch_compile_backend": "dynamo_backend",
     "torch_compile_mode": "dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode=...)",
-    "tpu_num_cores": _NO_SUCH_DEVICE,
+    "tpu_num_cores": "trainer launch --tpu script.py",
     "train_batch_size": _LOADER,
     "use_cpu": "cpu=True",
     "warmup_ratio": _RATE,
@@ -334,10 +333,10 @@ HUGGING_FACE_ATTRIBUTES = _of(
 _FABRIC = "use trainer.Accelerator, for a custom loop"
 _PLUGIN = "pass precision=, strategy= or kwargs_handlers= to the Trainer"
 _DEVICE = "the device is selected automatically; accelerator='cpu' uses the CPU"
-_LOOPS = "the loop is read with the Trainer's attributes, and steered by hooks"
+_LOOPS = "read the loop's state from the Trainer's attributes, and change it in hooks"
 _TRACKER = "such a tracker is not built in; write a trackers.GeneralTracker"
 _MEASURED = "use profiler='simple', or PyTorchProfiler"
-_INTERNAL = "it is not for programs; write it yourself if you need it"
+_INTERNAL = "it is internal to Lightning; write it yourself if you need it"
 LIGHTNING_NAMES = {
     "Fabric": _FABRIC,
     "app": "Lightning's apps are not part of training; keep that import",
@@ -355,10 +354,10 @@ LIGHTNING_NAMES = {
     "pytorch.plugins": _PLUGIN,
     "pytorch.profilers.AdvancedProfiler": _MEASURED,
     "pytorch.profilers.Profiler": _MEASURED,
-    "pytorch.profilers.XLAProfiler": "XLA devices need none: set PJRT_DEVICE",
+    "pytorch.profilers.XLAProfiler": "not needed for XLA devices: set PJRT_DEVICE",
     "pytorch.serve": "export the model with torch.export or to_onnx",
     "pytorch.strategies.ModelParallelStrategy": "use trainer.Trainer(parallelism_config=...)",
-    "pytorch.strategies.XLAStrategy": "XLA devices need none: set PJRT_DEVICE",
+    "pytorch.strategies.XLAStrategy": "not needed for XLA devices: set PJRT_DEVICE",
     "pytorch.utilities.GradClipAlgorithmType": "write 'norm' or 'value'",
     "pytorch.utilities.LightningEnum": "use enum.Enum",
     "pytorch.utilities.disable_possible_user_warnings": "use warnings.filterwarnings",
@@ -439,7 +438,7 @@ ACCELERATE_MODULES = {
 _SAVED = "use Accelerator.save_state and load_state"
 _STEPPED = "the prepared optimizer does it in step()"
 _OPTIONS = "the choices are in the errors and docstrings of the plugins; write the value"
-_FILES = "the names of files are save_state's own; pass folders to it and to load_state"
+_FILES = "save_state chooses the file names; pass folders to it and to load_state"
 _QUANTIZED = "load_and_quantize_model does it"
 _DEVICE_MAP = "infer_auto_device_map and dispatch_model do it"
 _PIPELINE = "prepare_pippy does it"
@@ -454,7 +453,7 @@ _REASONS: dict[str, str] = {
     _STEPPED: "move_to_device patch_optimizer_step",
     "prepared loaders are those of prepare_data_loader": """
         DataLoaderStateMixin DataLoaderAdapter get_sampler""",
-    "XLA devices need none: set PJRT_DEVICE": """
+    "not needed for XLA devices: set PJRT_DEVICE": """
         MpDeviceLoaderWrapper USE_TORCH_XLA install_xla prepare_tpu""",
     _PIPELINE: "generate_device_map find_pippy_batch_size build_pipeline pippy_forward",
     "start processes with debug_launcher": "test_launch",
@@ -524,7 +523,7 @@ _REASONS: dict[str, str] = {
 ACCELERATE_NAMES = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Those that are in `trainer.accelerate` all the same are not refused."""
 
-_ON_ALL = "every process calls it, or those that do wait for the others: move it out of the block"
+_ON_ALL = "every process must call it: move it out of the block"
 ACCELERATE_CALLS = dict.fromkeys(
     (
         *("save_model", "load_state", "get_state_dict", "wait_for_everyone", "gather"),
@@ -550,7 +549,7 @@ CHECKPOINT_ENTRIES = {
 # -- names of Hugging Face -------------------------------------------------------------------------
 
 _TRAIN_MODULE = "write a trainer.TrainModule with a training_step, and use trainer.Trainer"
-_HF_ARGUMENTS = "pass its arguments to trainer.Trainer, by its names for them"
+_HF_ARGUMENTS = "pass its arguments to trainer.Trainer, under the Trainer's names"
 HUGGING_FACE_NAMES = {
     "Trainer": _TRAIN_MODULE,
     "Seq2SeqTrainer": _TRAIN_MODULE,

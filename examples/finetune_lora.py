@@ -5,8 +5,8 @@ adapters learn the source code. To adapt a model from the hub, replace `load_bas
 ``AutoModelForCausalLM.from_pretrained``; here nothing is downloaded.
 
 Run it as it is, or with ``trainer launch --num_processes 2 examples/finetune_lora.py``, where FSDP2
-spreads the base and the adapters over the processes; half a minute on two CPU cores. Run it again
-to resume. Checkpoints hold the adapters alone; at the end they are saved as peft loads them.
+shards the base and the adapters over the processes; half a minute on two CPU cores. Run it again to
+resume. Checkpoints hold only the adapters; at the end they are saved in peft's format.
 """
 
 import argparse

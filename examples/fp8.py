@@ -1,4 +1,4 @@
-"""Train the digits with linear layers that multiply in 8 bits (torchao), and without.
+"""Train the digits in fp8 (torchao) and in bfloat16, and compare.
 
 It needs ``pip install -e ".[fp8,examples]"``. On the CPU fp8 is emulated, which shows its rounding
 and not its speed. ``torchrun --nproc-per-node 2 examples/fp8.py --fsdp`` shards the model, whose

@@ -1,7 +1,8 @@
-"""Train a transformer whose parameters are spread over the processes (FSDP2), then merge them.
+"""Train a transformer whose parameters are sharded over the processes (FSDP2), then merge them.
 
-A small model, so that it runs anywhere, written as one that no device could hold: each process has
-a part of every parameter, gradient and optimizer state, and recomputes activations in backward.
+The model is small, so that it runs anywhere, but trained like one that no device could hold: each
+process has a part of every parameter, gradient and optimizer state, and recomputes activations in
+backward.
 
 ``trainer launch --num_processes 2 examples/large_language_model.py`` takes half a minute on two CPU
 cores. Run it again, also with another number of processes, to resume from its last checkpoint. At

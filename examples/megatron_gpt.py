@@ -1,4 +1,4 @@
-"""Train a GPT of megatron-core whose layers are divided over CUDA devices, in stages or each.
+"""Train a GPT of megatron-core with pipeline or tensor parallelism on CUDA devices.
 
 ``pip install -e ".[megatron]"``, then on a machine with two CUDA devices
 ``trainer launch --num_processes 2 --use_megatron_lm --megatron_lm_pp_degree 2

@@ -1,4 +1,4 @@
-"""The digits as a typed program: mypy and pyright, both strict, find nothing to complain of.
+"""The digits as a typed program, which passes mypy and pyright in strict mode.
 
 The first part trains with the `Trainer`, the second with `Accelerator` in a custom loop, whose
 `prepare` returns objects of the types that it was given. Run it as it is, or with

@@ -252,7 +252,7 @@ class ProgressBar(Callback):
         check_numbers(0, refresh_rate=refresh_rate)
         self.refresh_rate = refresh_rate
         self._open_view: OpenView | None = None
-        self._trains = False  # whether an epoch was begun: otherwise nothing was left to do
+        self._idle = False  # whether the fit has begun no epoch: perhaps nothing is left to do
         self._wait = False  # whether the next text is a bar's last, which shows up-to-date values
         self._train = _NoBar()
         self._evaluation = _NoBar()
@@ -345,7 +345,7 @@ class ProgressBar(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Open the bar of an epoch inside which the run resumes."""
-        self._trains = False
+        self._idle = True
         progress = trainer.progress
         if progress.batch not in (0, progress.batches):
             self.on_train_epoch_start(trainer, module)
@@ -353,9 +353,9 @@ class ProgressBar(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Print the first line, and open the bar of the epoch."""
         self._close()
-        if not self._trains:
+        if self._idle:
             self._print(lambda: begin_line(trainer, module))
-        self._trains = True
+        self._idle = False
         of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
         name = f"epoch {trainer.current_epoch + 1}{of}"
         self._train = self._open(trainer, module, name, trainer.num_training_batches, leave=True)
@@ -373,7 +373,7 @@ class ProgressBar(Callback):
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Print the checkpoints and how to continue, unless nothing was left to do."""
-        if self._trains:
+        if not self._idle:
             self._print(lambda: end_lines(trainer))
 
     on_train_end = on_train_epoch_end  # the epoch may not be finished

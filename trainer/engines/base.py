@@ -12,8 +12,8 @@ pass the class as ``engine=`` to the `Trainer` or the `Accelerator`. On several 
   `begin_micro_batch` and `broadcast_buffers`;
 - averages the gradients of a window in `backward` if it has `stats`. They are already weighted by
   their items: it is a plain mean over all processes, in which a missing gradient is zero;
-- averages them elsewhere where `backward` never has `stats`, in manual optimisation and in loops of
-  your own: by `Gradients.average`, or in hooks of the module, which `no_sync` turns off.
+- averages them in manual optimisation and in your own loops, where `backward` has no `stats`: by
+  `Gradients.average`, or in hooks of the module, which `no_sync` turns off.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _GRADIENT = attrgetter("grad")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine is made with.
+    """The arguments of an engine.
 
     Attributes:
         device: The device of this process.
@@ -60,21 +60,22 @@ class EngineOptions:
         world_size: The number of processes.
         ddp_kwargs: Arguments of DDP, or None for its defaults.
         fsdp_plugin: How the model is sharded; None does not shard it.
-        deepspeed_plugin: How DeepSpeed partitions a model and its optimizer; None: it is not used.
-        megatron_lm_plugin: How a model of megatron-core is divided; None: it is not used.
+        deepspeed_plugin: How DeepSpeed partitions a model and its optimizer; None without
+            DeepSpeed.
+        megatron_lm_plugin: How a model of megatron-core is divided; None without megatron-core.
         parallelism_config: The sizes of the dimensions over which it is sharded and split.
         mixed_precision: The precision of the forward pass: ``"no"``, ``"bf16"``, ``"fp16"`` or
             ``"fp8"``.
         fp8_layers: Converts linear layers to 8 bits, for the precision ``"fp8"``.
         sync_each_batch: Reduce gradients after every micro-batch, not only at the end of a window.
-        dynamo_plugin: How it compiles parts of the module, such as its repeated blocks.
-        timeout: The time limit of a collective; None: the default of torch.
-        engine: The user's own engine, or None for the one that fits the processes.
-        mesh: The device mesh of all processes, if an earlier engine has made it.
+        dynamo_plugin: How the engine compiles parts of the module, such as repeated blocks.
+        timeout: The time limit of a collective; None is torch's default.
+        engine: The class of a custom engine; None selects a built-in one.
+        mesh: The device mesh of all processes, if an earlier engine created it.
         run_backward: Runs the backward pass of a loss: ``Tensor.backward``, or the module's own
             ``backward``.
-        checks_gradients: Whether the engine may check with the step stats that gradients are
-            finite, in one message: no hook changes them after they are reduced.
+        checks_gradients: Whether the engine may check for non-finite gradients in the all-reduce of
+            the step stats. True if no hook changes gradients after they are reduced.
     """
 
     device: torch.device
@@ -133,11 +134,11 @@ class Gradients:
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter for the update that is due; None without one.
 
-        It is to be read only. Where an engine keeps gradients in parts outside of ``p.grad``, it is
-        whole, and the call is collective; where parameters are DTensors, it is one.
+        Do not modify it. If the engine keeps parts of gradients outside of ``p.grad``, the call is
+        collective and returns the whole gradient. For a DTensor parameter it returns a DTensor.
 
         Raises:
-            RuntimeError: It is not reduced yet, as the window of micro-batches goes on.
+            RuntimeError: It is not reduced yet: the window of micro-batches has not ended.
         """
         return parameter.grad
 
@@ -177,37 +178,37 @@ class Weights:
         return bare_state_dict(module)
 
     def exported_parts(self, module: nn.Module) -> Mapping[str, Any] | None:
-        """Return what this process holds of the weights for use elsewhere, such as in 16 bits.
+        """Return this process's part of the weights for export, for example in 16 bits.
 
-        `full_state_dict` has the same, whole; see `parts` for the result.
+        `full_state_dict` returns them whole; see `parts` for the result.
         """
         return self.parts(module)
 
     # ARG002: an interface
     def parts(self, module: nn.Module, *, to_fill: bool = False) -> Mapping[str, Any] | None:  # noqa: ARG002
-        """Return what this process holds of the weights in a checkpoint.
+        """Return this process's part of the weights for a checkpoint.
 
-        Where the processes have other layers, the call is collective.
+        The call is collective if the processes have different layers.
 
         Args:
             module: The user's module.
-            to_fill: Whether they are to be filled, before `refresh`.
+            to_fill: Whether the caller will overwrite them and call `refresh`.
 
         Returns:
             Tensors, or `LocalShards`, by the names of the whole module's ``state_dict``; None if
-            its own has them.
+                the module's own ``state_dict`` has them.
         """
         return None
 
     def refresh(self, module: nn.Module) -> None:
-        """Give the module the values that its `parts` were filled with; collective."""
+        """Copy the values written into `parts` to the module; collective."""
 
     def load_extra_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:
-        """Give the parts of the module what their ``get_extra_state`` has returned.
+        """Restore what ``get_extra_state`` of the submodules returned.
 
         Args:
             module: The user's module.
-            states: What they returned, by the names that `parts` has for it.
+            states: The returned values, by their names in `parts`.
         """
         module.load_state_dict(states, strict=False)
 
@@ -219,7 +220,7 @@ class Weights:
             drops_gradients: Forget gradients that are not in the parameters' ``grad``.
 
         Raises:
-            RuntimeError: There are such gradients, and they are not to be dropped.
+            RuntimeError: There are such gradients, and `drops_gradients` is False.
         """
 
 
@@ -227,11 +228,11 @@ class Engine(Protocol):
     """How modules run.
 
     Attributes:
-        options: What it was made with.
-        parallel: What this process has of the data and of the model.
+        options: The arguments of the engine.
+        parallel: Which part of the data and of the model this process has.
         driver: The library that makes the updates and holds the optimizers' state, such as
-            DeepSpeed; None: torch's optimizers do.
-        isolated: Returns a context for a step that must leave nothing behind; a fit sets it.
+            DeepSpeed; None if torch's optimizers do.
+        isolated: Returns a context that undoes the side effects of a dummy batch; a fit sets it.
     """
 
     options: EngineOptions
@@ -250,7 +251,7 @@ class Engine(Protocol):
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to use in its place, after the modules were prepared.
 
-        An engine that replaces parameters puts the new ones into it.
+        An engine that replaces parameters also replaces them in the optimizer.
         """
 
     # -- the models of a loop of your own ----------------------------------------------------------
@@ -290,13 +291,13 @@ class Engine(Protocol):
     def compiled_steps(
         self, module: nn.Module, names: Iterable[str]
     ) -> AbstractContextManager[None]:
-        """Return a context in which steps of the user's module are compiled, if that is asked for.
+        """Return a context in which steps of the user's module are compiled, if requested.
 
         An engine that compiles parts of the module in `start` does not compile whole steps.
         """
 
     def begin_epoch(self) -> None:
-        """Notice parameters that were frozen or unfrozen, before an epoch's first window."""
+        """Handle parameters that were frozen or unfrozen, before an epoch's first window."""
 
     def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
         """Announce a micro-batch, before the forward pass.
@@ -304,7 +305,7 @@ class Engine(Protocol):
         Args:
             sync: Whether the next backward ends the window.
             complete: Whether every process has a batch; the same on all of them.
-            source: The lowest rank with a batch, whose buffers are then everybody's.
+            source: The lowest rank with a batch, whose buffers are broadcast.
         """
 
     def forward(self, name: str, *args: Any) -> Any:
@@ -316,7 +317,7 @@ class Engine(Protocol):
         """Accumulate the gradients of a micro-batch; `Accelerator.backward` calls it too.
 
         Args:
-            loss: A tensor of shape (); None if the micro-batch has none, which is like zeros.
+            loss: A tensor of shape (); None if the micro-batch has none: its gradients are zero.
             stats: This process's step stats if the micro-batch ends its window: the engine then
                 averages the gradients of the window over the processes, and sums the stats; see
                 `sync_stats`. None in manual optimisation and in loops of your own.
@@ -330,13 +331,13 @@ class Engine(Protocol):
     def dummy(self) -> AbstractContextManager[None]:
         """Return a context for `forward` and `backward` of a dummy batch; its gradients are zero.
 
-        A process without a batch, or with one without items, runs it so that the collectives of
-        the other processes' passes meet its own; see `trainer.engines.lockstep`. `forward` may
-        return None where no pass is collective.
+        A process without a batch, or with a batch without items, runs it so that it takes part in
+        the collectives of the other processes; see `trainer.engines.lockstep`. `forward` may return
+        None if no pass is collective.
         """
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """Sum the step stats alone, without gradients; see `backward` for the result.
+        """Sum only the step stats, without gradients; see `backward` for the result.
 
         The sum of all processes' `StepSync.sync_vector` goes to `StepSync.count`.
         """
@@ -354,11 +355,11 @@ class Engine(Protocol):
         """Check that no gradients were left out of the averaging.
 
         Raises:
-            RuntimeError: Some were, of parameters that the engine does not know.
+            RuntimeError: Parameters that the engine does not know have gradients.
         """
 
     def broadcast_buffers(self) -> None:
-        """Make one process's buffers everybody's, before an evaluation or a save."""
+        """Broadcast one process's buffers to all, before an evaluation or a save."""
 
     # -- the state of the engine itself ------------------------------------------------------------
 
@@ -368,8 +369,8 @@ class Engine(Protocol):
     def load_state_dicts(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore the state from those of all processes that saved, in the order of their ranks.
 
-        They may be of another engine: with other keys, and without this one's.
+        They may come from another engine: handle unknown and missing keys.
         """
 
     def close(self) -> None:
-        """Leave the module to other engines, also after a backward pass that has failed."""
+        """Release the module for other engines, also after a failed backward pass."""

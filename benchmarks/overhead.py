@@ -19,7 +19,7 @@ from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
 STEPS, REPEATS = 4000, 10  # long enough to include what trackers do a tenth of a second later
 GROUPS = {
     "tensors": "TensorDataset",
-    "own": "a class of one's own over tensors",
+    "own": "a custom dataset over tensors",
     "computed": "samples that are computed one by one",
     "batched": "a dataset that every loop reads a batch at a time",
     "compiled": "TensorDataset, compiled steps",

@@ -46,7 +46,7 @@ class Ticking(nn.Module):
 
 
 class OwnTensors(Dataset[Any]):
-    """A class of one's own over tensors, as most write it."""
+    """A custom dataset over tensors, as most people write it."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y

@@ -39,25 +39,30 @@ import json, random, sys, threading
 import torch
 state, python_state = torch.get_rng_state(), random.getstate()
 before = set(sys.modules)
-{statement}
-new = set(sys.modules) - before
-print(json.dumps({{
-    "new": sorted(new),
-    "cuda": torch.cuda.is_initialized(),
-    "group": torch.distributed.is_initialized(),
-    "threads": threading.active_count(),
-    "untouched": torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state,
-}}))
+found = {}
+for statement in sys.argv[1:]:
+    exec(statement)
+    new = set(sys.modules) - before
+    found[statement] = {
+        "new": sorted(new),
+        "cuda": torch.cuda.is_initialized(),
+        "group": torch.distributed.is_initialized(),
+        "threads": threading.active_count(),
+        "untouched": torch.equal(torch.get_rng_state(), state)
+        and random.getstate() == python_state,
+    }
+print(json.dumps(found))
 """
 
+# In this order, in one process: what an earlier one loads counts for the later ones too.
+STATEMENTS = ["import trainer", "import trainer.accelerate", "from trainer import *"]
 
-@pytest.fixture(
-    scope="module", params=["import trainer", "import trainer.accelerate", "from trainer import *"]
-)
-def loaded(request, tmp_path_factory) -> dict[str, Any]:
-    """What a fresh process has loaded beyond torch, and what it has started."""
+
+@pytest.fixture(scope="module")
+def fresh_process(tmp_path_factory) -> dict[str, Any]:
+    """What a fresh process has loaded beyond torch after each statement, and has started."""
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT.format(statement=request.param)],
+        [sys.executable, "-W", "error", "-c", SCRIPT, *STATEMENTS],
         cwd=tmp_path_factory.mktemp("import"),
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -65,7 +70,12 @@ def loaded(request, tmp_path_factory) -> dict[str, Any]:
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
+    return json.loads(run.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module", params=STATEMENTS)
+def loaded(request, fresh_process) -> dict[str, Any]:
+    found: dict[str, Any] = fresh_process[request.param]
     found["statement"] = request.param
     found["foreign"] = [
         name

@@ -200,23 +200,28 @@ def sources() -> dict[str, str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def imports(sources) -> list[Import]:
+    return find_imports(sources)
+
+
 def test_every_module_has_a_floor(sources):
     homeless = [module for module in sources if floor_of(module) is None]
     assert homeless == [], "give each a floor in FLOORS, and docs/architecture.md a line"
 
 
-def test_no_import_points_up(sources):
-    assert pointing_up(find_imports(sources)) == []
+def test_no_import_points_up(imports):
+    assert pointing_up(imports) == []
 
 
-def test_no_imports_form_a_circle(sources):
-    assert find_cycle(find_imports(sources)) == []
+def test_no_imports_form_a_circle(imports):
+    assert find_cycle(imports) == []
 
 
-def test_callbacks_and_trackers_know_the_trainer_by_its_lowest_floor_alone(sources):
+def test_callbacks_and_trackers_know_the_trainer_by_its_lowest_floor_alone(imports):
     found = [
         str(each)
-        for each in find_imports(sources)
+        for each in imports
         if (package := each.source.partition(".")[0]) in ("callbacks", "trackers")
         and not each.target.startswith(package)
         and floor_of(each.target) != 0
@@ -224,12 +229,12 @@ def test_callbacks_and_trackers_know_the_trainer_by_its_lowest_floor_alone(sourc
     assert found == []
 
 
-def test_the_core_knows_no_names_of_other_libraries(sources):
+def test_the_core_knows_no_names_of_other_libraries(imports):
     """What ported programs need beyond translation lives in these packages."""
     edge = ("accelerate", "lightning", "migration", "utils")
     found = [
         str(each)
-        for each in find_imports(sources)
+        for each in imports
         if _package(each.target) in edge and _package(each.source) not in (*edge, "cli")
     ]
     assert found == []
@@ -240,8 +245,8 @@ def _package(module: str) -> str:
     return module.removeprefix("trainer.").partition(".")[0] if module != "trainer" else ""
 
 
-def test_nothing_imports_the_command_line(sources):
-    importers = {each.source for each in find_imports(sources) if within_cli(each.target)}
+def test_nothing_imports_the_command_line(sources, imports):
+    importers = {each.source for each in imports if within_cli(each.target)}
     assert {each for each in importers if not within_cli(each)} == {"trainer.__main__"}
     named = [name for name, text in sources.items() if re.search(r'"trainer\.cli\b', text)]
     assert [each for each in named if not within_cli(each)] == []  # as of a table of modules

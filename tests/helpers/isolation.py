@@ -218,7 +218,9 @@ def seed(value: int) -> None:
     """Seed the generators of Python, numpy and torch."""
     random.seed(value)
     numpy.random.seed(value)
-    torch.manual_seed(value)
+    torch.default_generator.manual_seed(value)
+    if torch.accelerator.is_available():
+        torch.manual_seed(value)  # of devices too, for each of which it formats the call stack
 
 
 def destroy_process_group() -> None:

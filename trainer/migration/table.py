@@ -523,7 +523,7 @@ _REASONS: dict[str, str] = {
 ACCELERATE_NAMES = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Those that are in `trainer.accelerate` all the same are not refused."""
 
-_ON_ALL = "call it on every process: move it out of the block"
+_ON_ALL = "call it on every process, outside of the block"
 ACCELERATE_CALLS = dict.fromkeys(
     (
         *("save_model", "load_state", "get_state_dict", "wait_for_everyone", "gather"),

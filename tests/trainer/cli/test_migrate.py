@@ -250,7 +250,7 @@ def test_what_not_all_processes_would_call_is_listed_and_what_classes_inherit(ca
     _, findings, _ = migrate(capsys, PROCESSES, "--write")
     told = dict(findings)
     assert list(told) == [8, 16, 24, 26, 29, 30]
-    assert told[8].startswith("accelerator.load_state in a block of one process: every process")
+    assert told[8].startswith("accelerator.load_state in a block of one process: call it")
     assert "get_state_dict in a block of one process" in told[16]
     assert "Module.validation_epoch_end is never called" in told[24]
     assert "self.log in a block of one process" in told[26]

@@ -96,6 +96,11 @@ class Line(TrainModule):
 
     def configure_optimizers(self):
         return self.optimizer(self.parameters())
+
+
+class Outer:
+    class Inner(Line):
+        pass
 '''
 
 BASE = """
@@ -561,17 +566,36 @@ def test_an_error_names_the_key_and_the_value(capsys, words, texts):
         ("model: {class_path: Unknown}", "model: there is no class 'Unknown'. Write module.Class."),
         (
             "model: {class_path: torch.nn.Linear}",
-            "model: Import path torch.nn.Linear does not correspond to a subclass of TrainModule.",
+            "model: torch.nn.Linear is not a subclass of TrainModule.",
         ),
         (
             "model: {class_pth: fitted.Line}",
-            "model: a section with a class has class_path and init_args alone; the arguments of "
-            "the class are in init_args. Did you mean 'class_path'?",
+            "model: a section with a class has only class_path and init_args, not 'class_pth'; the "
+            "arguments of the class are in init_args. Did you mean 'class_path'?",
         ),
         (
             "model: {class_path: fitted.Line, width: 3}",
-            "model: a section with a class has class_path and init_args alone; the arguments of "
-            "the class are in init_args.",
+            "model: a section with a class has only class_path and init_args, not 'width'; the "
+            "arguments of the class are in init_args.",
+        ),
+        (
+            "model: {class_path: fitted.Line, data: fitted.RowsData}",
+            "`data:` lies inside `model:`; in the file it must begin at the left margin.",
+        ),
+        ("model: fitted.RowsData", "model: fitted.RowsData is not a subclass of TrainModule."),
+        (
+            "model: {class_path: fitted.Outer.Inner, init_args: {widht: 3}}",
+            "model: class_path 'fitted.Outer.Inner': Option 'widht' is not accepted. "
+            "Did you mean 'width'?",
+        ),
+        ("model: needs.Net", "model: class_path 'needs.Net': No module named 'fited'."),
+        (
+            "trainer: {kwargs_handlers: [{class_path: Profile}]}",
+            "trainer.kwargs_handlers: there is no class 'Profile'. Did you mean 'ProfileKwargs'?",
+        ),
+        (
+            ["--trainer.seed=3"],
+            "unrecognized arguments: --trainer.seed=3\nDid you mean 'seed'?",
         ),
         (
             "trainer:\n  max_epochs: 1\n  model:\n    class_path: fitted.Line",
@@ -595,6 +619,7 @@ def test_an_error_names_the_key_and_the_value(capsys, words, texts):
 def test_a_misspelt_class_or_key_is_one_line(capsys, words, text):
     if isinstance(words, str):
         Path("only.yaml").write_text(words)
+        Path("needs.py").write_text("import fited")  # of which this folder has a near one
         words = ["only.yaml"]
     else:
         words = ["base.yaml", *words]

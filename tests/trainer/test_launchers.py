@@ -176,7 +176,9 @@ def out_of_time(folder):
 
 def test_the_end_of_max_time_is_no_failure(notebook, tmp_path, capfd):
     assert notebook_launcher(notebook(out_of_time), (str(tmp_path / "run"),), 2) is None
-    assert capfd.readouterr().out.count("resumes from there") == 1
+    output = capfd.readouterr()
+    assert output.out.count("resumes from there") == 1
+    assert output.err.count("Rank 0: the run was ended by max_time (exit code 124).") == 1
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 

@@ -1,5 +1,6 @@
 """The time that one start of a run has, and the queue that it goes back to."""
 
+import logging
 import os
 import signal
 import time
@@ -119,16 +120,22 @@ def test_the_clock_of_any_process_ends_the_run_for_all_with_its_code(ranks2):
                 if trainer.global_step == 1:
                     time.monotonic = lambda: real() + late
 
+        said: list[str] = []
+        log = logging.getLogger("trainer.loops.fit")
+        log.addFilter(keep := lambda record: said.append(record.getMessage()) or True)
         try:
             fit([0.0], callbacks=[Late(), ModelCheckpoint()], max_time="90 seconds")
         except Preempted as ended:
-            return ended.code, os.listdir("run/checkpoints")
+            return said, (ended.code, os.listdir("run/checkpoints"))
         finally:
             time.monotonic = real
+            log.removeFilter(keep)
         return None
 
-    first, second = ranks2(body)
+    (said, first), (silent, second) = ranks2(body)
     assert first == second
+    # Rank 0 knows the rank whose clock or signal it was; no other rank says so again.
+    assert (said, silent) == (["Rank 1: the run was ended by max_time (exit code 124)."], [])
     assert first[0] == 124
     assert first[1] in (["step-00000002"], ["step-00000003"])
 

@@ -137,7 +137,7 @@ def debug_launcher(
         num_processes: The number of processes.
 
     Returns:
-        What rank 0 returned; None if it cannot be pickled (with a warning).
+        As `notebook_launcher`.
 
     Raises:
         TypeError: `function` is not callable, or `args` is not a sequence.

@@ -13,7 +13,7 @@ from trainer.checkpoint.storage import reading
 from trainer.data.epoch_iterator import GlobalBatch
 from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import all_gather_object
-from trainer.errors import Preempted, module_logger
+from trainer.errors import TIME_IS_OVER, Preempted, module_logger
 from trainer.loops.buffers import sync_buffers
 from trainer.loops.dataloaders import check_same_data
 from trainer.loops.evaluate import (
@@ -274,20 +274,25 @@ def preempt(run: FitRun) -> NoReturn:
     """
     run.saving.update_unfinished = True
     run.enter_boundary()
+    ended = preempted(run)
     run.hooks.on_preemption()
     run.saving.pending_saves.make(run.world_size)
-    raise preempted(run)
+    raise ended
 
 
 def preempted(run: FitRun) -> Preempted:
     """Return the exception that ends all ranks, with the exit code of the first rank that has one.
 
-    Collective.
+    Rank 0 logs what it is, unless its own signal has been announced. Collective.
     """
-    codes = [code for code in all_gather_object(run.stopping.exit_code()) if code is not None]
+    codes = enumerate(all_gather_object(run.stopping.exit_code()))
+    rank, code = next((rank, code) for rank, code in codes if code is not None)
+    ended = Preempted(code)
+    if run.rank == 0 and (rank > 0 or code == TIME_IS_OVER):
+        logger.warning("Rank %d: %s.", rank, ended)
     if interactive():  # IPython adds advice to a cell that ends with SystemExit
         warnings.filterwarnings("ignore", "To exit: use 'exit'", UserWarning, r"IPython\.")
-    return Preempted(codes[0])
+    return ended
 
 
 def check_data_ends_together(run: FitRun) -> None:

@@ -313,8 +313,9 @@ _ALIKE = 0.9  # difflib's ratio for names that differ by a letter or two
 def hook_typos(owner: object, base: type) -> dict[str, str]:
     """Return the methods named almost like a hook that the user does not define.
 
-    A method beside the hook in the same class is the user's helper. One in a subclass of the class
-    that defines the hook is a typo, unless that class has the method, too.
+    A method beside the hook in the same class is the user's helper, as is one whose name begins
+    with an underscore. One in a subclass of the class that defines the hook is a typo, unless that
+    class has the method, too.
 
     Args:
         owner: The user's module, callback or datamodule.
@@ -325,7 +326,10 @@ def hook_typos(owner: object, base: type) -> dict[str, str]:
     """
     classes = [cls for cls in type(owner).__mro__ if cls not in base.__mro__]
     members = [getattr(owner, "__dict__", {}), *map(vars, classes)]
-    methods = [{k for k, value in each.items() if inspect.isroutine(value)} for each in members]
+    methods = [
+        {name for name, value in each.items() if name[0] != "_" and inspect.isroutine(value)}
+        for each in members
+    ]
     defined = set[str]().union(*methods)
     hooks = {*filter(_HOOK.fullmatch, dir(base)), *_LOADERS}
     typos: dict[str, str] = {}

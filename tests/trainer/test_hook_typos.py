@@ -131,6 +131,14 @@ class GrandChild(Child):
         pass
 
 
+class Private(Good):
+    def _validation_step(self, batch):
+        pass
+
+    def _setup(self):
+        pass
+
+
 class Parent(Good):
     def validation_step(self, batch, batch_idx):
         return self.validation_steps(batch)
@@ -148,6 +156,7 @@ def test_typo_of_a_hook_that_a_parent_defines_is_found():
     assert hook_typos(Child(), TrainModule) == {"configure_optimizer": "configure_optimizers"}
     assert hook_typos(GrandChild(), TrainModule) == {"configure_optimizer": "configure_optimizers"}
     assert hook_typos(Overrides(), TrainModule) == {}  # the parent has both: one calls the other
+    assert hook_typos(Private(), TrainModule) == {}
 
 
 class Misspelt(TrainModule):

@@ -463,7 +463,7 @@ class Trainer:
         train_dataloaders, datamodule = take_datamodule(
             "train_dataloaders", train_dataloaders, datamodule
         )
-        self._fit_loaders = None
+        self._fit_loaders, self._failed_in = None, "set-up"
         loaders = FitLoaders(self._context, module, train_dataloaders, val_dataloaders, datamodule)
         with (
             HiddenFrames(lambda: self._failed_in),
@@ -1265,7 +1265,7 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[Stage]:
-        self._stop_requested, self._failed_in = False, "set-up"
+        self._stop_requested = False
         self._datamodule, self._module = datamodule, module
         settings = self._context.settings
         detects_anomaly = settings.detect_anomaly and name == "fit"

@@ -387,3 +387,25 @@ def test_layers_and_parameters_that_nothing_trains_are_named(caplog):
     _, layers, parameters = (record.getMessage() for record in caplog.records)
     assert layers.startswith("blocks: layers in a list are neither trained")
     assert parameters.startswith("No optimizer has first.weight, first.bias: pass them")
+
+
+def test_parameters_unfrozen_later_that_no_optimizer_has_are_named_once(caplog):
+    class Unfrozen(Line):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(2, 2).requires_grad_(False)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(self.first(batch[0])).square().mean()
+
+        def on_train_epoch_start(self):
+            self.first.requires_grad_(self.trainer.current_epoch >= 1)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    trainer = Trainer(max_epochs=3, progress_bar=False, checkpointing=False)
+    trainer.fit(Unfrozen(), line_loader())
+    told = [m for r in caplog.records if (m := r.getMessage()).startswith("No optimizer has")]
+    assert len(told) == 1
+    assert told[0].startswith("No optimizer has first.weight, first.bias: pass them")

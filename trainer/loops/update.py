@@ -222,8 +222,9 @@ def check_parameters(run: FitRun) -> None:
             `DataParallel.check_unknown_parameters`.
     """
     parameters = run.optim.parameters
-    if parameters.first and run.context.warns:  # earlier hooks may have called eval()
-        warn_of_dropout_off(run.module)
+    if run.context.warns:
+        if parameters.first:  # earlier hooks may have called eval()
+            warn_of_dropout_off(run.module)
         warn_of_unused_parameters(run)
     if parameters.changed:
         run.engine.check_unknown_parameters()
@@ -232,20 +233,26 @@ def check_parameters(run: FitRun) -> None:
 
 
 def warn_of_unused_parameters(run: FitRun) -> None:
-    """Warn of parameters with a gradient that no optimizer has."""
-    unused = {id(p) for p in run.optim.parameters.unused if p.grad is not None}
+    """Warn once of each parameter with a gradient that no optimizer has.
+
+    A hook may unfreeze parameters that `configure_optimizers` left out.
+    """
+    parameters = run.optim.parameters
+    unused = {id(p) for p in parameters.unused if p.grad is not None} - parameters.warned_unused
+    if not unused:
+        return
+    parameters.warned_unused |= unused
     names = [
         name
         for name, parameter in bare_names(run.module, run.module.named_parameters())
         if id(parameter) in unused
     ]
-    if names:
-        logger.warning(
-            "No optimizer has %s%s: pass them to one in configure_optimizers, or freeze them with "
-            "requires_grad_(False).",
-            ", ".join(names[:5]),
-            f" and {len(names) - 5} more parameters" if len(names) > 5 else "",
-        )
+    logger.warning(
+        "No optimizer has %s%s: pass them to one in configure_optimizers, or freeze them with "
+        "requires_grad_(False).",
+        ", ".join(names[:5]),
+        f" and {len(names) - 5} more parameters" if len(names) > 5 else "",
+    )
 
 
 def check_unregistered_parameters(run: FitRun) -> None:

@@ -403,6 +403,7 @@ class ParameterLists:
         first: Whether the latest refresh was the first one.
         changed: Whether it found other parameters than the one before.
         warned: Whether a warning about unregistered parameters was logged.
+        warned_unused: The `id` of each unused parameter that a warning has named.
     """
 
     def __init__(self, module: torch.nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> None:
@@ -412,6 +413,7 @@ class ParameterLists:
         self.unregistered: list[torch.nn.Parameter] = []
         self.first = self.changed = False
         self.warned = False
+        self.warned_unused: set[int] = set()
         self._signature: list[int] = []
 
     def refresh(self, epoch: int) -> bool:

@@ -744,6 +744,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(gpu, "_measured", measured)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")  # what the peers use is theirs
 def test_every_section_of_the_gpu_runs_small_on_the_cpu(in_this_process, tmp_path, capsys):
     (tmp_path / "out").mkdir()

@@ -82,8 +82,12 @@ class Monitor:
         if self.name in names:
             return ""
         of_epoch = f"{self.name}_epoch"  # the name if the step value is also logged
-        near = [of_epoch] if of_epoch in names else get_close_matches(self.name, names, n=1)
+        plain = self.name.removesuffix("_epoch")  # the name if only one of the two is logged
+        near = [name for name in (of_epoch, plain) if name in names]
+        near = near or get_close_matches(self.name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
+        if near == [plain]:
+            hint += " The suffix _epoch needs log(…, on_step=True, on_epoch=True)."
         if trainer.validations == 0:
             hint += " No validation has run."
         return (

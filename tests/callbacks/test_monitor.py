@@ -76,3 +76,10 @@ def test_a_name_with_a_step_and_an_epoch_value_is_answered_with_the_epochs():
     trainer.update(loss_step=1.0, loss_epoch=2.0)
     with pytest.raises(ValueError, match=r"Did you mean 'loss_epoch'"):
         monitor.read(trainer)
+
+
+def test_an_epoch_value_that_was_not_asked_for_is_answered_with_how_to_log_it():
+    trainer, monitor = TrainerStandIn(steps_per_epoch=1), Monitor("loss_epoch", "min")
+    trainer.update(loss=1.0)
+    with pytest.raises(ValueError, match=r"mean 'loss'\? The suffix _epoch needs.*on_epoch=True"):
+        monitor.read(trainer)

@@ -99,7 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
     shown = _report(entries, leftovers)
     if not arguments.json:
         first = [arguments.keep_best] if arguments.keep_best else dict(ranked_by(entries))
-        echo(f"{root}\n\n{_listing(entries, leftovers, list(first), hashes=arguments.verify)}")
+        text = _listing(entries, leftovers, list(first), hashes=arguments.verify)
+        if not entries and (runs := sorted(p.parent.name for p in root.glob("*/checkpoints"))):
+            text += f"\n\nRuns in that folder: {', '.join(runs)}."
+        echo(f"{root}\n\n{text}")
     failed: dict[str, str] = {}
     if plan is not None:
         done = _prune(plan, root, arguments)

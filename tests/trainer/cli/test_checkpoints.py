@@ -243,6 +243,12 @@ def test_a_folder_without_checkpoints(table, report):
     assert report("empty")["checkpoints"] == []
 
 
+def test_a_folder_of_runs_names_them(table):
+    for run in ("sweep/1", "sweep/0"):
+        Path(run, "checkpoints").mkdir(parents=True)
+    assert table("sweep")[-1] == "Runs in that folder: 0, 1."
+
+
 # -- damage ----------------------------------------------------------------------------------------
 
 

@@ -115,6 +115,7 @@ _HANDLERS = (
 )
 _KINDS = {
     "model": "a torch.nn.Module",
+    "prepared model": "a torch.nn.Module; prepare returns objects in the order of its arguments",
     "optimizer": "an optimizer of torch.optim, or one with its attributes",
     "scheduler": "a scheduler of torch.optim.lr_scheduler, or one with its attributes",
     "loss": "a tensor with a graph, which loss.item() and float(loss) lack",
@@ -1080,7 +1081,9 @@ class Accelerator:
                 return
             with ExitStack() as stack:
                 for model in models:
-                    _check_argument("accumulate", "model", model, isinstance(model, nn.Module))
+                    _check_argument(
+                        "accumulate", "prepared model", model, isinstance(model, nn.Module)
+                    )
                     stack.enter_context(self.engine.no_sync(model))
                 yield
         finally:
@@ -1095,7 +1098,7 @@ class Accelerator:
         """
         with ExitStack() as stack:
             for module in self._models if model is None else [model]:
-                _check_argument("no_sync", "model", module, isinstance(module, nn.Module))
+                _check_argument("no_sync", "prepared model", module, isinstance(module, nn.Module))
                 stack.enter_context(self.engine.no_sync(module))
             yield
 

@@ -142,7 +142,7 @@ def test_all_ranks_use_the_folder_of_rank_0(ranks2):
 
     seen = ranks2(body)
     assert seen[0] == seen[1]
-    assert seen[0][0].startswith("ValueError: Tried to find nothing but folder does not exist")
+    assert seen[0][0].startswith("ValueError: There is no folder 'nothing'")
     assert seen[0][1:] == ("out-0", "7")
     assert os.listdir() == ["out-0"]
     assert "random_states_1.json" in verify(Path("out-0"))["files"]

@@ -747,8 +747,8 @@ def _check_folder(target: Path) -> None:
                 f"{target} is a file; give the path of a folder that save_state wrote."
             )
         raise ValueError(
-            f"Tried to find {target} but folder does not exist. Give the path of a folder that "
-            "save_state wrote."
+            f"There is no folder {os.fspath(target)!r}; give the path of a folder that save_state "
+            "wrote."
         )
 
 

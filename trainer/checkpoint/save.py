@@ -38,6 +38,7 @@ logger = module_logger(__name__)
 T = TypeVar("T")
 
 CHECKPOINT = "checkpoint"  # the operation's name in errors, if the caller gives no public name
+_FREE_SPACE = "Free some space; a smaller save_top_k or save_last of ModelCheckpoint keeps fewer"
 
 
 class Ranks(Protocol):
@@ -215,7 +216,7 @@ def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
             f"{error!r}. The disk is full or its quota is exhausted; earlier checkpoints are "
-            "unchanged. Free some space, or keep fewer: ModelCheckpoint(save_top_k=…)"
+            f"unchanged. {_FREE_SPACE}"
         )
     return repr(error)
 
@@ -390,5 +391,5 @@ def check_space(folder: Path, needs: int) -> None:
     if free < needs:
         raise CheckpointError(
             f"a checkpoint takes {needs / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free in "
-            f"{existing}. Free some space, or keep fewer checkpoints: ModelCheckpoint(save_top_k=…)"
+            f"{existing}. {_FREE_SPACE}"
         )

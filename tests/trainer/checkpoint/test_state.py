@@ -238,7 +238,7 @@ def test_map_locations(where):
 
 
 def test_a_folder_without_a_state_raises():
-    with pytest.raises(ValueError, match="Tried to find nothing but folder does not exist"):
+    with pytest.raises(ValueError, match="There is no folder 'nothing'"):
         load_state("nothing", PreparedObjects(), ALONE)
     OUT.mkdir()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):

@@ -761,6 +761,8 @@ def test_wrong_objects_are_refused():
         Tuner(None)
     with pytest.raises(TypeError, match="needs an instance of a subclass"):
         find(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="got the class Line; it needs an instance"):
+        find(Line)
     with pytest.raises(TypeError, match="does not define validation_step"):
         Tuner(quiet_trainer()).scale_batch_size(Line(), method="validate")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -166,9 +167,14 @@ def check_is_module(module: Any, stage: str) -> None:
             "steps pass Trainer(dynamo_backend='inductor')."
         )
     if not isinstance(module, TrainModule):
+        what = (
+            f"{reprlib.repr(module)} of type {type(module).__name__}"  # a model prints many lines
+        )
+        if isinstance(module, type):
+            what = f"the class {module.__name__}"
         raise TypeError(
-            f"{stage} got {module!r} of type {type(module).__name__}; it needs an instance of a "
-            "subclass of trainer.TrainModule that defines its steps."
+            f"{stage} got {what}; it needs an instance of a subclass of trainer.TrainModule that "
+            "defines its steps."
         )
 
 

@@ -305,7 +305,8 @@ def check_may_skip(run: FitRun) -> None:
     if run.counters.epoch == run.counters.epoch_global_batches == 0:
         logger.warning(
             "training_step of %s returned None for the first batch, which is skipped. Return the "
-            "loss, unless this is intended.",
+            "loss, or set automatic_optimization = False if it steps the optimizers itself, unless "
+            "this is intended.",
             type(run.module).__name__,
         )
     if run.engine.parallel.forward_is_collective or (

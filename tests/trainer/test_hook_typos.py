@@ -216,3 +216,12 @@ def test_typo_of_validation_step_is_named_where_its_absence_is(caplog):
     fit(WithData(), None, caplog)
     assert caplog.text.count("validaton_step") == 1
     assert re.search(end, caplog.text)
+    caplog.clear()
+    fit(OnlyValidation(), None, caplog)
+    said = [text for text in caplog.messages if text.startswith("No validation")]
+    assert said == [
+        "No validation will run: OnlyValidation does not define validation_step, and there is no "
+        "validation data. It defines validaton_step; did you mean validation_step? To disable "
+        "validation, pass limit_val_batches=0."
+    ]
+    assert caplog.text.count("validaton_step") == 1

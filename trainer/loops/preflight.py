@@ -300,6 +300,8 @@ def warn_of_no_validation(run: FitRun) -> None:
     elif data:
         text = f"there is a val_dataloader, but {name} does not define validation_step"
         hint = hook_typo(run.module, "validation_step", TrainModule)
+    elif hint := hook_typo(run.module, "validation_step", TrainModule):
+        text = f"{name} does not define validation_step, and there is no validation data"
     elif settings.val_every != Interval.parse("1 epoch"):
         text = f"val_every is {settings.val_every}, but there is no validation data"
     else:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.programs import run_on_ranks
 from trainer.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -88,13 +89,13 @@ def losses(folder: str) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
 
 
-def test_a_job_out_of_time_is_requeued_and_goes_on(tmp_path, capsys):
+def test_a_job_out_of_time_is_requeued_and_goes_on(ranks2, tmp_path, capsys):
     Path("bin").mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         Path("bin", name).write_text(text)
         Path("bin", name).chmod(0o755)
     Path("train.py").write_text(TRAIN)
-    assert submit(capsys, "whole") == 0
+    run_on_ranks(ranks2, "train.py", "whole")
     assert not Path("requeued").exists()
     assert submit(capsys, "cut", "once") == 138  # 128 + SIGUSR1
     assert Path("requeued").read_text() == "requeue 77\n"  # by one of the two tasks

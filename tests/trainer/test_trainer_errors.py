@@ -862,7 +862,7 @@ def test_a_schedule_of_an_optimizer_that_was_not_returned_is_refused():
         return Wraps(inner), step_lr(inner)
 
     for configure in (other, twin):
-        text = "a StepLR of a SGD"
+        text = "a StepLR for a SGD"
         fit_fails(net(configure_optimizers=configure), ValueError, text, "did not return")
     make(checkpointing=False).fit(net(configure_optimizers=wrapped), loader())
 

@@ -39,6 +39,7 @@ class ModuleStandIn:
 @dataclass
 class TrainerStandIn:
     checkpoint_dir: Path = Path("nowhere")
+    project_dir: Path = Path("nowhere")
     callbacks: list[Callback] = field(default_factory=list)
     accelerator: AcceleratorStandIn = field(default_factory=AcceleratorStandIn)
     module: ModuleStandIn = field(default_factory=ModuleStandIn)

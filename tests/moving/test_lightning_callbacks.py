@@ -660,7 +660,9 @@ def test_modules_without_a_file_have_the_names_of_another_and_refused_ones_say_w
     norms = {name: value.item() for name, value in grad_norm(layer, 2).items()}
     expected = {"grad_2.0_norm/weight": 2**0.5, "grad_2.0_norm/bias": 1}
     assert norms == pytest.approx({**expected, "grad_2.0_norm_total": 3**0.5})
-    with pytest.raises(ImportError, match=r"lightning\.pytorch\.loops is not in Cadence: the loop"):
+    with pytest.raises(
+        ImportError, match=r"lightning\.pytorch\.loops is not in Cadence: read the loop"
+    ):
         importlib.import_module("trainer.lightning.pytorch.loops")
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
         from trainer.lightning.pytorch.callbacks import Nothing  # noqa: F401 - there is none

@@ -256,7 +256,7 @@ def test_all_means_every_installed_tracker(registry, tmp_path):
 
 def test_unknown_name_gives_choices_and_nearest():
     with pytest.raises(
-        ValueError, match=r"'tensorbord'.*'all', .*'tensorboard'.*mean 'tensorboard'"
+        ValueError, match=r"'tensorbord'.*mean 'tensorboard'.*'all', .*'tensorboard'"
     ):
         resolve("tensorbord")
     with pytest.raises(ValueError, match=r"is 'neptune'.*register_tracker"):

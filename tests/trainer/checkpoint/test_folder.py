@@ -88,7 +88,7 @@ def test_a_link_to_a_checkpoint_replaces_another_but_no_file(target):
     link(second, above)
     assert os.readlink(above) == "v/step-00000002"
     assert contents(above) == {"a": second.name}
-    with pytest.raises(FileExistsError, match="is no link"):
+    with pytest.raises(FileExistsError, match="is not a link"):
         link(first, users)
 
 

@@ -440,7 +440,7 @@ data: linked.Counted
     for stage in ("validate", "test-model"):
         assert main([stage, "short.yaml", "--ckpt_path", ckpt_path]) == 0
     shown = error_of(capsys, "test-model", "short.yaml")
-    assert "are required: classes, batch_size\n" in shown
+    assert "are required: classes, batch_size.\n" in shown
 
 
 def test_a_checkpoint_names_no_class_to_an_evaluation(capsys):

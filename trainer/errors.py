@@ -80,7 +80,7 @@ class DistributedOperationException(_Error):
         self.plans = tuple(plans)
 
 
-TIME_IS_OVER = 124  # the exit code of timeout(1)
+TIMEOUT_EXIT_CODE = 124  # the exit code of timeout(1)
 
 
 class Preempted(SystemExit):
@@ -95,5 +95,5 @@ class Preempted(SystemExit):
 
     def __str__(self) -> str:  # shown by notebooks
         whys: dict[Any, str] = {128 + each: f" by {each.name}" for each in Signals}
-        why = (whys | {TIME_IS_OVER: " by max_time"}).get(self.code, "")
+        why = (whys | {TIMEOUT_EXIT_CODE: " by max_time"}).get(self.code, "")
         return f"the run was ended{why} (exit code {self.code})"

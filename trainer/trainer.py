@@ -468,7 +468,7 @@ class Trainer:
         with (
             HiddenFrames(lambda: self._failed_in),
             watch_signals(
-                tells=self.accelerator.is_local_main_process,
+                announces=self.accelerator.is_local_main_process,
                 budget=self._context.settings.budget,
             ) as watch,
             self._context.project.alone(lambda: self._context.folders.of_callbacks) as (

@@ -80,7 +80,7 @@ def test_first_signal_is_recorded_and_announced(heard, capfd):
 
 
 def test_one_process_of_a_machine_announces_a_signal_that_reaches_all(heard, capfd):
-    with watch_signals(tells=False) as watch:
+    with watch_signals(announces=False) as watch:
         signal.raise_signal(signal.SIGTERM)
         watch.answered = True
     assert watch.received == signal.SIGTERM

@@ -23,7 +23,7 @@ from types import CodeType
 from typing import Any
 
 from trainer import environment
-from trainer.errors import TIME_IS_OVER, Preempted, module_logger
+from trainer.errors import TIMEOUT_EXIT_CODE, Preempted, module_logger
 from trainer.launch import entry
 
 logger = module_logger(__name__)
@@ -154,7 +154,7 @@ def work(folder: str, parent: int) -> None:
         if environment.read_int("RANK") == 0:
             _leave_value(place, value)
     except SystemExit as end:
-        if isinstance(end, Preempted) and end.code == TIME_IS_OVER:
+        if isinstance(end, Preempted) and end.code == TIMEOUT_EXIT_CODE:
             return  # all ranks end alike, and the run is saved: nothing has failed
         if end.code:
             entry.write_error_file("SystemExit", f"SystemExit: exit code {end.code}")

@@ -13,7 +13,7 @@ from trainer.checkpoint.storage import reading
 from trainer.data.epoch_iterator import GlobalBatch
 from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import all_gather_object
-from trainer.errors import TIME_IS_OVER, Preempted, module_logger
+from trainer.errors import TIMEOUT_EXIT_CODE, Preempted, module_logger
 from trainer.loops.buffers import sync_buffers
 from trainer.loops.dataloaders import check_same_data
 from trainer.loops.evaluate import (
@@ -288,7 +288,7 @@ def preempted(run: FitRun) -> Preempted:
     codes = enumerate(all_gather_object(run.stopping.exit_code()))
     rank, code = next((rank, code) for rank, code in codes if code is not None)
     ended = Preempted(code)
-    if run.rank == 0 and (rank > 0 or code == TIME_IS_OVER):
+    if run.rank == 0 and (rank > 0 or code == TIMEOUT_EXIT_CODE):
         logger.warning("Rank %d: %s.", rank, ended)
     if interactive():  # IPython adds advice to a cell that ends with SystemExit
         warnings.filterwarnings("ignore", "To exit: use 'exit'", UserWarning, r"IPython\.")

@@ -3,7 +3,7 @@
 A process that receives SIGTERM (the scheduler takes the machine back), SIGINT (Ctrl-C) or SIGUSR1
 (the scheduler's early warning) finishes its update. The step sync then informs all ranks, which
 save and exit with `exit_code`, so that the next start can resume. The end of a time budget, by the
-process's own clock, has the same effect, with the exit code `TIME_IS_OVER`.
+process's own clock, has the same effect, with the exit code `TIMEOUT_EXIT_CODE`.
 
 Hard interrupt: a second Ctrl-C ends a process even if it is blocked in C code. Python runs signal
 handlers only between bytecode instructions. A process that waits in C code, such as in a collective
@@ -34,7 +34,7 @@ import torch
 from trainer.distributed.collectives import reduce
 from trainer.distributed.guards import decided_by_all, read_back
 from trainer.environment import slurm_job
-from trainer.errors import TIME_IS_OVER, module_logger
+from trainer.errors import TIMEOUT_EXIT_CODE, module_logger
 
 logger = module_logger(__name__)
 
@@ -119,7 +119,7 @@ def requeue(code: int) -> None:
         code: The run's exit code.
     """
     job = slurm_job()
-    if job is None or code not in (TIME_IS_OVER, exit_code(signal.SIGUSR1)):
+    if job is None or code not in (TIMEOUT_EXIT_CODE, exit_code(signal.SIGUSR1)):
         return
     command = ["scontrol", "requeue", job]
     try:
@@ -148,8 +148,8 @@ class SignalWatch:
     """Records the exit signals that arrive during a run.
 
     Args:
-        tells: Whether this process prints a message on a signal. Ctrl-C and a launcher's SIGTERM
-            reach all processes of the machine, so one of them should print.
+        announces: Whether this process prints a message on a signal. Ctrl-C and a launcher's
+            SIGTERM reach all processes of the machine, so one of them should print.
         budget: The time limit of this start in seconds, set-up included; None for no limit.
 
     Attributes:
@@ -158,8 +158,8 @@ class SignalWatch:
         interrupted: Set once a second signal, a SIGINT, has reached its handler.
     """
 
-    def __init__(self, *, tells: bool = True, budget: float | None = None) -> None:
-        self._tells = tells
+    def __init__(self, *, announces: bool = True, budget: float | None = None) -> None:
+        self._announces = announces
         self._deadline = math.inf if budget is None else time.monotonic() + budget
         self.received: int | None = None
         self.answered = False
@@ -184,7 +184,7 @@ class SignalWatch:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
         # Launchers may send the same signal to a process several times.
-        if not again and self._tells:
+        if not again and self._announces:
             _announce(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
@@ -193,7 +193,7 @@ class SignalWatch:
         """Return the exit code once a signal or the time budget ends this process, else None."""
         if self.received is not None:
             return exit_code(self.received)
-        return TIME_IS_OVER if time.monotonic() >= self._deadline else None
+        return TIMEOUT_EXIT_CODE if time.monotonic() >= self._deadline else None
 
 
 def _announce(number: int) -> None:
@@ -319,7 +319,7 @@ def _no_exit() -> None:
 
 
 @contextmanager
-def watch_signals(*, tells: bool = True, budget: float | None = None) -> Iterator[SignalWatch]:
+def watch_signals(*, announces: bool = True, budget: float | None = None) -> Iterator[SignalWatch]:
     """Record exit signals inside; restore the previous handlers on exit.
 
     A signal that the run has not handled is raised again on exit. Handlers that other code has
@@ -329,13 +329,13 @@ def watch_signals(*, tells: bool = True, budget: float | None = None) -> Iterato
     `trainer.loops.preemption`.
 
     Args:
-        tells: See `SignalWatch`.
+        announces: See `SignalWatch`.
         budget: See `SignalWatch`.
 
     Yields:
         The recorded signals.
     """
-    watch = SignalWatch(tells=tells, budget=budget)
+    watch = SignalWatch(announces=announces, budget=budget)
     before: dict[int, Any] = {}
     _installed.append(before)
     try:

@@ -216,4 +216,4 @@ def test_the_other_ranks_name_a_rank_that_died(tmp_path, fail, messages):
         text = output_of(one)
     assert one.returncode == 1, text
     *_, last = re.split("RuntimeError: (?=Rank 1 failed while the others|Communication with)", text)
-    assert messages.format("fit, epoch 1, step 3, batch 3") in last, text
+    assert messages.format("fit, epoch 1, after update 3, batch 3") in last, text

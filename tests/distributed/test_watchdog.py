@@ -178,9 +178,9 @@ def stalled(place, how="stand", stage="fit", engine="DDP"):
 @pytest.mark.parametrize(
     ("place", "stage", "where"),
     [
-        (("train", 2), "fit", "fit, epoch 1, step 2, batch 2"),
-        (("validation", 3), "fit", "fit, epoch 1, step 6, validation batch 3"),
-        (("epoch end", None), "fit", "fit, epoch 1, step 6"),
+        (("train", 2), "fit", "fit, epoch 1, after update 2, batch 2"),
+        (("validation", 3), "fit", "fit, epoch 1, after update 6, validation batch 3"),
+        (("epoch end", None), "fit", "fit, epoch 1, after update 6"),
         (("setup", None), "fit", "fit, outside its loop"),
         (("predict", 1), "predict", "predict, batch 1"),
     ],
@@ -199,7 +199,7 @@ def test_a_stalled_rank_is_named_on_every_engine(ranks2, engine):
     (text,), others = ranks2(stalled, ("train", 1), "stand", "fit", engine)
     assert others == []
     assert text.startswith("rank 0 has waited for ")
-    assert "\nrank 1 has been in fit, epoch 1, step 1" in text
+    assert "\nrank 1 has been in fit, epoch 1, after update 1" in text
     assert "in stand_here" in text
     first, _ = ranks2(stalled, ("train", 1), "stop", "fit", engine)
     assert "\nrank 1 does not respond; it was last in fit, " in first[0]
@@ -227,7 +227,9 @@ def test_one_of_several_waiting_ranks_reports(ranks3):
     first, *others = ranks3(stalled, ("train", 1))
     assert others == [[], []]
     assert first[0].startswith("ranks 0, 1 have waited for ")
-    assert " seconds, in fit, epoch 1, step 1, batch 1:\nrank 2 has been in fit, " in first[0]
+    assert (
+        " seconds, in fit, epoch 1, after update 1, batch 1:\nrank 2 has been in fit, " in first[0]
+    )
 
 
 def test_a_rank_outside_the_run_is_named(ranks2):

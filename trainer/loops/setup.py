@@ -419,7 +419,14 @@ def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
     epoch, step = run.counters.shown_epoch, run.counters.global_step
     why = ""
     if context.length.reached(run.counters, run.seconds):
-        why = " Nothing is left to do: the Trainer's max_epochs, max_steps or max_time is reached."
+        length = context.length
+        limits = {
+            "max_epochs": length.max_epochs,
+            "max_steps": length.max_steps,
+            "max_time": length.max_seconds,
+        }
+        names = " or ".join(name for name, limit in limits.items() if limit is not None)
+        why = f" Nothing is left to do: the Trainer's {names} is reached."
     elif run.stopping.decided():
         why = (
             " Nothing is left to do: the run stopped there. To train further, pass the "

@@ -478,7 +478,7 @@ class FitRun(Run):
     def place(self, stage: str) -> str:
         """See `Run.place`."""
         scope, counters = self.metrics.scope, self.counters
-        where = f"{stage}, epoch {counters.shown_epoch}, step {counters.global_step}"
+        where = f"{stage}, epoch {counters.shown_epoch}, after update {counters.global_step}"
         if self.recorder.sanity_checking:
             where = f"{stage}, sanity check"
         if scope is not None and scope.phase != "train":

@@ -179,7 +179,9 @@ def test_the_import_lines_of_accelerate_are_changed_and_the_rest_is_listed(capsy
 def test_without_write_the_file_stays_and_its_import_lines_are_listed(capsys):
     code, findings, text = migrate(capsys, "from accelerate import Accelerator\n")
     assert code == 1
-    assert findings == [(1, "write 'from trainer.accelerate', or pass --write")]
+    assert findings == [
+        (1, "write 'from trainer.accelerate' for 'from accelerate', or pass --write")
+    ]
     assert text == "from accelerate import Accelerator\n"
 
 
@@ -290,7 +292,7 @@ def test_a_folder_stands_for_its_programs_and_configurations(capsys):
     Path("other.yaml").write_text("lr: 1\n")
     assert main(["migrate", ".", "--all"]) == 1
     out, err = capsys.readouterr()
-    assert "part/model.py:1: write 'trainer.lightning', or pass" in out
+    assert "part/model.py:1: write 'trainer.lightning' for 'lightning', or pass" in out
     assert "run.yaml:1: write 'trainer.lightning.pytorch.callbacks.EarlyStopping', or" in out
     assert "python2.py cannot be read" in err
     Path("python2.py").unlink()

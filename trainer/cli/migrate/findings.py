@@ -178,7 +178,8 @@ class _Finder(cst.CSTVisitor):
         self._of_lightning |= package_of(path) not in (None, "accelerate")
         package, _, module = line.rpartition(" ")
         if self._imports and line and (new := moved(module)) != module and is_module(new):
-            self._add(alias, f"write {f'{package} {new}'.strip()!r}, or pass --write", IMPORTS)
+            instead = f"{package} {new}".strip()
+            self._add(alias, f"write {instead!r} for {line!r}, or pass --write", IMPORTS)
         self._check(alias, path)
 
     def _check(self, node: cst.CSTNode, path: str) -> None:

@@ -30,15 +30,10 @@ def register_tracker(cls: _Class) -> _Class:
     Example::
 
         @register_tracker
-        class Printer(GeneralTracker):
-            name = "printer"
-            requires_logging_directory = False
-            tracker = property(lambda self: self)
+        class Table(CSVTracker):
+            name = "table"
 
-            def log(self, values, step, **kwargs):
-                print(step, values)
-
-        trainer = Trainer(max_epochs=10, log_with="printer")
+        trainer = Trainer(max_epochs=10, log_with="table")
 
     Args:
         cls: a subclass of `GeneralTracker`.

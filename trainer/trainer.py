@@ -1283,8 +1283,8 @@ class Trainer:
                 self._failed_in = "teardown"
             except BaseException:
                 note_place()  # before teardown, which loses the position
-                if isinstance(self._run, FitRun):
-                    self._failed_in = self._run.failed_in()
+                if self._run is not None:
+                    self._failed_in = self._run.place(name)
                 raise
 
     def _place(self, stage: str) -> str:

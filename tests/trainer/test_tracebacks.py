@@ -49,7 +49,7 @@ def test_only_the_users_frames_are_shown():
     error = fails(lambda: quiet().fit(Fails(), loader()))
     assert functions_of(error) == ["fails", "<lambda>", "training_step"]
     (note,) = error.__notes__
-    assert note.startswith("epoch 1, update 2: ")
+    assert note.startswith("fit, epoch 1, after update 1, batch 1: ")
     assert note.endswith(f"frames of Cadence hidden, {FULL}=1 shows them")
 
 
@@ -63,12 +63,12 @@ class FailsElsewhere(Line):
 
     def validation_step(self, batch, batch_idx):
         if self.trainer.sanity_checking and batch_idx == 1:
-            self.fail_in("sanity check before the training, validation batch 1")
+            self.fail_in("fit, sanity check, validation batch 1")
         if not self.trainer.sanity_checking:
-            self.fail_in("epoch 1, after update 2, validation batch 0")
+            self.fail_in("fit, epoch 1, after update 2, validation batch 0")
 
     def on_train_epoch_end(self):
-        self.fail_in("epoch 1, update 3")
+        self.fail_in("fit, epoch 1, after update 2, batch 1")
 
     def teardown(self, stage):
         self.fail_in("teardown")
@@ -82,9 +82,9 @@ class FailsElsewhere(Line):
     "where",
     [
         "set-up",
-        "sanity check before the training, validation batch 1",
-        "epoch 1, after update 2, validation batch 0",
-        "epoch 1, update 3",
+        "fit, sanity check, validation batch 1",
+        "fit, epoch 1, after update 2, validation batch 0",
+        "fit, epoch 1, after update 2, batch 1",
         "teardown",
     ],
 )

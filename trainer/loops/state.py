@@ -227,7 +227,7 @@ class Run:
         return step
 
     def place(self, stage: str) -> str:
-        """Describe this process's position, for the watchdog; called on another thread.
+        """Describe this process's position, for errors and for the watchdog (on its thread).
 
         Args:
             stage: fit, validate, test or predict.
@@ -484,20 +484,6 @@ class FitRun(Run):
         if scope is not None and scope.phase != "train":
             return f"{where}, {scope.phase} batch {self.batch_idx}"
         return f"{where}, batch {self.batch_idx}"
-
-    def failed_in(self) -> str:
-        """Describe this process's position, for the error that ends the run."""
-        scope, counters = self.metrics.scope, self.counters
-        validates = scope is not None and scope.phase != "train"
-        batch = f", validation batch {self.batch_idx}" if validates else ""
-        if self.recorder.sanity_checking:
-            return f"sanity check before the training{batch}"
-        update = (
-            f"after update {counters.global_step}"
-            if validates
-            else f"update {counters.global_step + 1}"
-        )
-        return f"epoch {counters.shown_epoch}, {update}{batch}"
 
     def own_stats(
         self,

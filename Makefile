@@ -23,12 +23,13 @@ $(READY): pyproject.toml constraints.txt
 # An environment of its own with the example's packages alone, unless there is one for development.
 DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
 
+# --no-compile: the example imports a small part, which Python compiles then.
 .venv-demo/.ready: pyproject.toml constraints.txt
 	@echo "Creating .venv-demo with torch, Cadence and the packages of the example"
-	@echo "(1.3 GB with torch for the CPU, which takes minutes) ..."
+	@echo "(1.3 GB with torch for the CPU: a minute, or more on a slow network) ..."
 	@$(PYTHON) -m venv .venv-demo
-	@.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check \
+	@.venv-demo/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
+	@.venv-demo/bin/python -m pip install --quiet --no-compile --disable-pip-version-check \
 		--constraint constraints.txt --editable . scikit-learn tensorboard
 	@touch $@
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import OrderedDict
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,9 +244,9 @@ def test_the_next_losses_are_those_of_lightning_itself(manual, every, tmp_path):
 def test_objects_that_are_no_plain_values_are_refused_with_what_to_do():
     saved_by_a_plain_loop(1, Path("one.ckpt"))
     content = torch.load("one.ckpt", weights_only=True)
-    content["hyper_parameters"]["args"] = argparse.Namespace(lr=0.1)
+    content["hyper_parameters"]["lr"] = Fraction(1, 10)
     torch.save(content, "objects.ckpt")
-    with pytest.raises(CheckpointError, match=r"hyper-parameters: argparse\.Namespace\.") as error:
+    with pytest.raises(CheckpointError, match=r"hyper-parameters: fractions\.Fraction\.") as error:
         convert_checkpoint("objects.ckpt")
     program = re.search(r"say so:\n\n(.*)\n\nOr save", str(error.value), re.DOTALL)[1]
     exec(re.sub("^    ", "", program, flags=re.MULTILINE), {})

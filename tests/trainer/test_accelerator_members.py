@@ -1,6 +1,6 @@
 """Members of the `Accelerator` that hand their work on: each does so, with all its arguments.
 
-What the work consists of is tested where it is done; `docs/accelerator-members.md` says where.
+What the work consists of is tested where it is done; `tests/accelerator_members.md` says where.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/accelerator-members.md is complete: every public member has a row that names its tests.
+"""tests/accelerator_members.md is complete: every public member has a row that names its tests.
 
 A test belongs to a row if it exists and speaks of the member, in its own text or in that of the
 helpers in its file. What the members of the `Accelerator` do is shown through an `Accelerator`.
@@ -21,7 +21,7 @@ import trainer.utils
 from trainer import Accelerator, AcceleratorState, GradientState, PartialState
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "accelerator-members.md"
+TABLE = ROOT / "tests" / "accelerator_members.md"
 
 # Of the trainer, not of a loop of one's own; and the classes that have tables of their own.
 ELSEWHERE = {
@@ -35,7 +35,7 @@ ELSEWHERE = {
 }
 TABLES = {"Accelerator", "AcceleratorState", "GradientState", "PartialState"}
 
-LINK = re.compile(r"\[(test_\w+)\]\(\.\./tests/([\w/]+\.py)\)")
+LINK = re.compile(r"\[(test_\w+)\]\(([\w/]+\.py)\)")
 
 
 class Row(NamedTuple):
@@ -63,7 +63,7 @@ def rows_of(text: str) -> list[Row]:
     return rows
 
 
-ROWS = rows_of(PAGE.read_text())
+ROWS = rows_of(TABLE.read_text())
 
 
 def named_in(section: str) -> list[str]:
@@ -155,7 +155,7 @@ def test_no_member_has_two_rows():
         assert len(names) == len(set(names)), section
 
 
-def test_objects_are_where_the_page_says():
+def test_objects_are_where_the_table_says():
     for path in named_in("Prepared objects and trackers"):
         module, _, name = path.rpartition(".")
         assert hasattr(import_module(module), name), path
@@ -185,7 +185,7 @@ def test_every_name_is_used_by_a_test_of_its_row():
 
 
 def test_helpers_of_a_test_count_as_a_part_of_it():
-    text = read_tests("test_accelerator_page.py")["test_every_row_is_shown_by_tests_that_exist"]
+    text = read_tests("test_members_have_tests.py")["test_every_row_is_shown_by_tests_that_exist"]
     assert speaks_of(text, "unparse")  # of read_tests
     assert not speaks_of(text, "get_annotations")  # of members, which it does not use
     assert not speaks_of("accumulated", "accumulate")

@@ -90,7 +90,7 @@ def sharing(**sizes: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"dp_shard_size": 2}, {"dp_replicate_size": 2}])
-def test_sequences_over_processes_train_as_one_process(ranks, sizes, tmp_path):
+def test_context_parallel_training_equals_one_process(ranks, sizes, tmp_path):
     expected = fit(tmp_path / "one")
     shares = 2 if sizes else 1
     found = ranks(2 * shares)(lambda: fit(tmp_path / "cp", shares=shares, **sharing(**sizes)))
@@ -98,7 +98,7 @@ def test_sequences_over_processes_train_as_one_process(ranks, sizes, tmp_path):
     assert {each[3] for each in found} == {expected[3]}  # a sequence is one item, not two
 
 
-def test_a_run_resumes_within_an_epoch_with_and_without_shared_sequences(ranks2, tmp_path):
+def test_a_run_resumes_inside_an_epoch_with_and_without_context_parallelism(ranks2, tmp_path):
     whole_run = fit(tmp_path / "one")
     uninterrupted = ranks2(lambda: fit(tmp_path / "two", **sharing()))
     folder = tmp_path / "killed"
@@ -170,7 +170,7 @@ def test_a_llama_on_parts_of_sequences_equals_the_whole(ranks2):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
-def test_what_cannot_be_split_is_an_error(ranks2):
+def test_unsupported_inputs_raise(ranks2):
     def run() -> None:
         accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
         with pytest.raises(ValueError, match="cp_size=2 does not divide"):

@@ -141,7 +141,7 @@ def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
 STAGES = [0, 1, 2, 3]
 
 
-def test_a_hook_may_clamp_the_weights(ranks2, tmp_path):
+def test_a_hook_can_clamp_the_weights(ranks2, tmp_path):
     options = {"gradient_accumulation_steps": 2}
     expected = fit(tmp_path / "one", None, Clamped, **options)
 
@@ -155,7 +155,7 @@ def test_a_hook_may_clamp_the_weights(ranks2, tmp_path):
 @pytest.mark.parametrize(
     ("stage", "offloaded"), [(1, ["optimizer"]), (2, ["optimizer"]), (3, ["optimizer", "param"])]
 )
-def test_state_and_parameters_may_be_in_host_memory(ranks2, stage, offloaded, tmp_path):
+def test_state_and_parameters_can_be_offloaded_to_host_memory(ranks2, stage, offloaded, tmp_path):
     options = {"max_grad_norm": 0.2, "gradient_accumulation_steps": 2}
     options |= {"callbacks": [GradientNormMonitor(per="parameter")]}
     expected = fit(tmp_path / "one", **options)
@@ -184,7 +184,7 @@ class Adam(Net):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_resumed_run_of_bfloat16_is_bit_identical(ranks2, stage, tmp_path):
+def test_a_resumed_bfloat16_run_is_bit_identical(ranks2, stage, tmp_path):
     options = {"checkpointing": True, "shuffle": True, "mixed_precision": "bf16"}
     options |= {"max_epochs": None, "num_sanity_val_steps": 0}
 
@@ -229,7 +229,7 @@ class Mixture(Net):
         self.blocks = nn.Sequential(nn.Linear(16, 16), Experts(), nn.Linear(16, 16))
 
 
-def test_experts_of_stage_3_are_gathered_together(ranks2, tmp_path):
+def test_stage_3_gathers_experts_together(ranks2, tmp_path):
     order = X[:42, 0].argsort()
     data = TensorDataset(X[order], Y[order])
     given = DeepSpeedPlugin(
@@ -639,7 +639,7 @@ def test_partitioned_weights_are_loaded_whole_and_never_exported_empty(ranks2):
     torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=4e-3)
 
 
-def test_weights_are_exported_in_16_bits_if_the_plugin_says_so(ranks2, tmp_path):
+def test_the_plugin_exports_weights_in_16_bits(ranks2, tmp_path):
     def run() -> Any:
         zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
         given = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})
@@ -764,7 +764,7 @@ class Written(Plain):
         return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
 
 
-def test_the_optimizer_and_the_schedule_may_be_the_configurations(ranks2, tmp_path):
+def test_the_optimizer_and_the_schedule_can_come_from_the_configuration(ranks2, tmp_path):
     expected = fit(tmp_path / "one", None, Written)
     found = ranks2(
         lambda: fit(tmp_path / "two", None, Configured, plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
@@ -973,7 +973,7 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_work_is_refused_by_name(ranks2, what, tmp_path):
+def test_unsupported_features_are_refused_by_name(ranks2, what, tmp_path):
     module, options, message = REFUSED[what]
     with pytest.raises(RankError, match=message):
         ranks2(lambda: fit(tmp_path, 2, module, **options))

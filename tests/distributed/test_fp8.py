@@ -120,7 +120,7 @@ def test_a_run_resumes_on_another_number_of_processes(ranks2, saved, resumed, tm
         torch.testing.assert_close(values[name], value, rtol=0, atol=LOOSE)
 
 
-def test_weights_of_shards_are_plain_on_disk(ranks2, tmp_path):
+def test_sharded_weights_are_plain_on_disk(ranks2, tmp_path):
     def run() -> dict[str, Tensor]:
         accelerator = Accelerator(cpu=True, mixed_precision="fp8", fsdp_plugin=plugin())
         model = Net()
@@ -142,7 +142,7 @@ def test_weights_of_shards_are_plain_on_disk(ranks2, tmp_path):
         assert torch.equal(value, expected[name].float()), name
 
 
-def test_split_layers_are_refused(ranks2, tmp_path):
+def test_tensor_parallelism_is_refused(ranks2, tmp_path):
     config = ParallelismConfig(tp_size=2)
     with pytest.raises(RankError, match=r"fp8.* tensor parallel"):
         ranks2(lambda: fit(tmp_path, parallelism_config=config))

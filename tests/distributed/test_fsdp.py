@@ -119,7 +119,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", WRAPPED)
-def test_each_way_to_wrap_trains_alike(ranks2, options, tmp_path):
+def test_every_wrap_policy_trains_the_same(ranks2, options, tmp_path):
     expected = fit(tmp_path / "one")
     given = plugin(**WRAPPED[options])
     assert_close(ranks2(lambda: fit(tmp_path / "two", fsdp_plugin=given)), expected)

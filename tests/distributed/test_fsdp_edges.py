@@ -672,7 +672,7 @@ class SkipsOnRank1(Net):
         return self.last(blocks(self.first(x)))
 
 
-def test_the_watchdog_names_processes_that_run_different_numbers_of_units(ranks2, tmp_path):
+def test_the_watchdog_names_ranks_that_run_different_numbers_of_units(ranks2, tmp_path):
     def hang() -> None:
         def heard() -> None:
             if "No process has made progress" in texts[-1]:

@@ -126,7 +126,7 @@ class Evaluated(Net):
         return self(batch[0])
 
 
-def test_evaluation_with_weights_that_stay_gathered_is_exact(ranks2, tmp_path):
+def test_evaluation_is_exact_while_weights_stay_gathered(ranks2, tmp_path):
     def run(name: str) -> Any:
         given = plugin(sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True)
         options = {"fsdp_plugin": given} if world() > 1 else {}
@@ -175,7 +175,7 @@ class Extra(Net):
 
 
 @pytest.mark.parametrize("module", [Repaired, Extra])
-def test_gradients_are_checked_that_an_optimizer_is_about_to_use(ranks2, module, tmp_path):
+def test_gradients_are_checked_just_before_the_optimizer_uses_them(ranks2, module, tmp_path):
     assert_equal(ranks2, lambda name: fit(tmp_path / name, module, max_epochs=1))
 
 
@@ -197,7 +197,7 @@ class Dtypes(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_updates_that_overflow_in_float16_are_skipped(ranks2, tmp_path):
+def test_updates_that_overflow_float16_are_skipped(ranks2, tmp_path):
     options = {"mixed_precision": "fp16", "max_epochs": 1, "gradient_accumulation_steps": 2}
     options |= {"max_grad_norm": 1.0}
     options["kwargs_handlers"] = [GradScalerKwargs(init_scale=2.0**24, growth_interval=2)]
@@ -264,7 +264,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_work_on_shards_is_refused_by_name(ranks2, what, tmp_path):
+def test_unsupported_features_are_refused_by_name(ranks2, what, tmp_path):
     module, message = REFUSED[what]
     with pytest.raises(RankError, match=message):
         ranks2(lambda: fit(tmp_path, module))
@@ -295,7 +295,7 @@ class DropInValidation(LayerDrop):
 
 
 @pytest.mark.parametrize("module", [LayerDrop, DropInValidation])
-def test_ranks_that_run_different_units_are_an_error_before_they_step(ranks2, module, tmp_path):
+def test_ranks_that_run_different_units_raise_before_they_step(ranks2, module, tmp_path):
     def drop() -> tuple[str, int]:
         own, model = trainer(tmp_path, num_sanity_val_steps=0), module()
         with pytest.raises(RuntimeError) as caught:

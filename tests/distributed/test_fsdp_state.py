@@ -142,7 +142,7 @@ LAYOUTS = [("fsdp", "one"), ("one", "fsdp"), ("fsdp", "ddp"), ("ddp", "fsdp"), (
 
 
 @pytest.mark.parametrize(("saved", "loaded"), LAYOUTS)
-def test_every_tensor_is_the_same_on_another_layout(ranks2, ranks, saved, loaded, tmp_path):
+def test_every_tensor_is_equal_on_another_layout(ranks2, ranks, saved, loaded, tmp_path):
     def on(kind: str, job: Any) -> Any:
         if kind == "one":
             return job()
@@ -246,7 +246,7 @@ def test_registered_objects_and_engines_keep_their_own_state(ranks2, tmp_path):
         assert count == [{"count": 5}, {"count": 6}]
 
 
-def test_what_shards_do_not_allow_is_refused(ranks2, tmp_path):
+def test_unsafe_saves_of_shards_are_refused(ranks2, tmp_path):
     def save(config: Any = None, hook: Any = None, **options: Any) -> None:
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(), project_config=config)
         accelerator.prepare(nn.Linear(16, 3))
@@ -275,7 +275,7 @@ def test_what_shards_do_not_allow_is_refused(ranks2, tmp_path):
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_saved_models_are_whole_and_load_into_plain_modules(ranks2, safe, tmp_path):
+def test_saved_models_load_into_plain_modules(ranks2, safe, tmp_path):
     def save() -> Any:
         loop = Loop(sharded=True).train(1)
         loop.accelerator.save_model(loop.models[0], tmp_path, "1KB", safe)

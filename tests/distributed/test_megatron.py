@@ -171,7 +171,7 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 2e-6) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2, cut", "pp2, dp2"])
-def test_it_trains_as_one_process_on_the_whole_batches(ranks, layout, tmp_path):
+def test_training_equals_one_process_on_whole_batches(ranks, layout, tmp_path):
     processes, given = LAYOUTS[layout]
     options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     (expected,) = ranks(1)(lambda: run(tmp_path / "one", **options))
@@ -254,7 +254,7 @@ class Skips(Net):
         (Nan, "pp2", {"non_finite": "skip"}),
     ],
 )
-def test_other_models_and_losses_are_the_same_too(ranks, kind, layout, options, tmp_path):
+def test_other_models_and_losses_equal_one_process(ranks, kind, layout, options, tmp_path):
     processes, given = LAYOUTS[layout]
     (expected,) = ranks(1)(lambda: run(tmp_path / "one", kind=kind, **options))
     found = ranks(processes)(lambda: run(tmp_path / "many", given, kind, **options))
@@ -273,7 +273,7 @@ class Sensitive(Net):
         return (output[0] * 2, output[1]) if torch.is_autocast_enabled("cpu") else output
 
 
-def test_bfloat16_trains_alike_and_float32_weights_are_updated(ranks2, ranks, tmp_path):
+def test_bfloat16_training_updates_float32_weights(ranks2, ranks, tmp_path):
     (expected,) = ranks(1)(lambda: run(tmp_path / "one"))
     layout = LAYOUTS["pp2"][1]
     half = {"kind": Sensitive, "mixed_precision": "bf16"}
@@ -327,7 +327,7 @@ class Dropout(Tied):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_a_resumed_run_of_bfloat16_is_bit_identical(ranks, layout, tmp_path):
+def test_a_resumed_bfloat16_run_is_bit_identical(ranks, layout, tmp_path):
     processes, given = LAYOUTS[layout]
     options = {"checkpointing": True, "shuffle": True, "mixed_precision": "bf16"}
     options |= {"max_epochs": None, "num_sanity_val_steps": 0}
@@ -381,7 +381,7 @@ class Terminated(Dropout):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_to_one_process_saves_and_ends_all(ranks2, tmp_path):
+def test_a_signal_to_one_process_saves_and_stops_all(ranks2, tmp_path):
     layout, options = LAYOUTS["pp2"][1], {"checkpointing": True, "shuffle": True}
 
     def preempted() -> Any:
@@ -431,7 +431,7 @@ class Whole(Callback):
     on_train_end = on_train_start
 
 
-def test_every_tensor_is_the_same_on_another_layout(ranks, tmp_path):
+def test_every_tensor_is_equal_on_another_layout(ranks, tmp_path):
     def tensors(layout: str, name: str, **more: Any) -> Any:
         processes, options = LAYOUTS.get(layout, (1, {}))
 
@@ -745,7 +745,7 @@ def test_a_loaded_state_goes_to_its_weights_and_the_model_is_left_as_it_was(rank
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_a_bad_loss_stops_all(ranks2, layout, tmp_path):
+def test_a_nan_loss_stops_all_ranks(ranks2, layout, tmp_path):
     def stopped() -> str:
         with pytest.raises(FloatingPointError) as caught:
             run(tmp_path, LAYOUTS[layout][1], Nan)
@@ -767,7 +767,7 @@ class Scheduled(Plain):
         self.seen = [*getattr(self, "seen", ()), (group["lr"], group["weight_decay"])]
 
 
-def test_the_plugins_schedule_ticks_once_an_update(ranks2, tmp_path):
+def test_the_plugin_schedule_ticks_once_per_update(ranks2, tmp_path):
     def rates() -> Any:
         kept: list[Any] = []
 
@@ -857,7 +857,7 @@ def train_by_hand(layout: dict[str, Any], folder: Path, steps: range) -> Any:
         return accelerator.get_state_dict(model), norms, str(accelerator.distributed_type)
 
 
-def test_an_own_loop_on_divided_layers_trains_saves_and_resumes(ranks2, ranks, tmp_path):
+def test_a_custom_loop_with_tensor_parallelism_trains_saves_and_resumes(ranks2, ranks, tmp_path):
     given = LAYOUTS["tp2"][1]
     (expected,) = ranks(1)(lambda: train_by_hand({}, tmp_path / "one", range(10)))
     found = ranks2(lambda: train_by_hand(given, tmp_path / "two", range(10)))
@@ -1052,7 +1052,7 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_work_is_refused_by_name(ranks2, what, tmp_path):
+def test_unsupported_features_are_refused_by_name(ranks2, what, tmp_path):
     kind, layout, options, message = REFUSED[what]
     if what == "the model's sizes":
         layout = {"tp_degree": 2}

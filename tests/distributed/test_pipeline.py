@@ -218,7 +218,7 @@ class Tied(Net):
 
 
 @requires_pipelining
-def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
+def test_unsupported_models_are_refused_by_name(ranks2):
     def refused() -> list[str]:
         begin()
         found = []
@@ -266,7 +266,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
 
 
 @requires_pipelining
-def test_an_error_of_the_loss_is_raised_on_all(ranks2):
+def test_an_error_in_the_loss_is_raised_on_all_ranks(ranks2):
     expected = reference()[0][0]
 
     def run() -> tuple[list[str], float, float]:
@@ -334,7 +334,7 @@ class Places(Net):
 
 
 @requires_pipelining
-def test_an_error_of_one_stage_is_raised_on_all_and_the_next_batch_runs(ranks2):
+def test_an_error_in_one_stage_is_raised_on_all_ranks_and_the_next_batch_runs(ranks2):
     outside = X.clone()
     outside[-1] = 11  # in the last micro-batch
     good, bad_of_each = (X.flip(0), X), [(X, outside), (outside, X)]
@@ -369,7 +369,7 @@ def test_an_error_of_one_stage_is_raised_on_all_and_the_next_batch_runs(ranks2):
 
 
 @requires_pipelining
-def test_an_error_of_rank_0_is_raised_on_all(ranks2):
+def test_an_error_on_rank_0_is_raised_on_all_ranks(ranks2):
     def run() -> None:
         begin()
         model = prepare_pippy(Net(), ["blocks.2"], example_args=(X[:2],))

@@ -180,7 +180,7 @@ class SplitInputs(Net):
 
 
 @pytest.mark.parametrize("kind", [SplitEnds, SplitTied, SplitLayers, SplitInputs])
-def test_split_layers_of_stages_train_as_one_process(ranks, kind, tmp_path):
+def test_tensor_parallel_stages_train_like_one_process(ranks, kind, tmp_path):
     isolation.reset_trainer_state()
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     expected = plain(ONE, kind, **options)
@@ -211,7 +211,7 @@ class WithAdam(Net):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_other_schedules_train_as_one_process(ranks, name, tmp_path):
+def test_other_schedules_train_like_one_process(ranks, name, tmp_path):
     isolation.reset_trainer_state()
     expected = plain(ONE, WithAdam, max_grad_norm=0.5)
     same_run(ranks(4)(lambda: fit(CASES[name], tmp_path, WithAdam, max_grad_norm=0.5)), expected)
@@ -243,7 +243,7 @@ def test_activations_that_are_computed_again_give_the_same_run(ranks, name, tmp_
 @pytest.mark.parametrize(
     ("kind", "name"), [(Llama, "pp, fsdp"), (Llama, "pp, tp"), (Gpt2, "pp, fsdp")]
 )
-def test_models_of_transformers_train_as_one_process(ranks, kind, name, tmp_path):
+def test_transformers_models_train_like_one_process(ranks, kind, name, tmp_path):
     pytest.importorskip("transformers")
     isolation.reset_trainer_state()
     short: dict[str, Any] = {"samples": 24, "max_epochs": 1, "max_grad_norm": 0.5}
@@ -278,7 +278,7 @@ def third_epoch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("other", ["one device", "ddp", "fsdp", "pp", "tp", "pp, tp", "pp, fsdp"])
-def test_a_run_goes_on_in_any_layout(ranks, two_epochs, third_epoch, other, tmp_path):
+def test_a_run_resumes_on_any_layout(ranks, two_epochs, third_epoch, other, tmp_path):
     """The third epoch is that of one process, with momentum from the checkpoint."""
     again, folder = ENGINES[other], shutil.copytree(two_epochs, tmp_path / "run")
 
@@ -534,7 +534,7 @@ REFUSED: dict[str, tuple[str, type[Net], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_sharded_stages_cannot_do_is_refused_by_name(ranks, why, tmp_path):
+def test_unsupported_features_are_refused_by_name(ranks, why, tmp_path):
     name, kind, options, message = REFUSED[why]
 
     def run() -> str:

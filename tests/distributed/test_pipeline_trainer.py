@@ -101,7 +101,7 @@ def test_a_split_that_cannot_be_is_an_error_by_name(split, stages, message):
         ({"cp_size": 2}, NotImplementedError, "cp_size=2"),
     ],
 )
-def test_what_stages_do_not_work_with_is_refused_by_name(options, error, message):
+def test_unsupported_parallelism_is_refused_by_name(options, error, message):
     with pytest.raises(error, match=message):
         ParallelismConfig(pp_size=2, **options)
 
@@ -144,7 +144,7 @@ class HeadOutside(Net):
 
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("kind", [Tied, HeadOutside])
-def test_parameters_of_several_stages_train_alike(ranks, name, kind, tmp_path):
+def test_parameters_shared_by_stages_train_like_one_process(ranks, name, kind, tmp_path):
     case = ENGINES[name]
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     isolation.reset_trainer_state()
@@ -192,7 +192,7 @@ def run_of(case: Any, folder: Path, kind: type[Net], **options: Any) -> tuple[Tr
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_stages_draw_the_same_numbers_and_a_resumed_run_draws_on(ranks, name, tmp_path):
+def test_stages_draw_equal_random_numbers_and_a_resumed_run_continues_them(ranks, name, tmp_path):
     case = ENGINES[name]
 
     def runs() -> Any:
@@ -285,7 +285,7 @@ class WithoutItems(Net):
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_window_without_items_is_an_update_of_zero(ranks, name, tmp_path):
+def test_a_window_without_items_updates_with_zero_gradients(ranks, name, tmp_path):
     case = ENGINES[name]
 
     def run(case: Any) -> Any:
@@ -330,7 +330,7 @@ class Fails(Net):
     ("place", "ranks_of"), [("before", (0,)), ("before", (0, 1)), ("layer", (1,)), ("after", (1,))]
 )
 @pytest.mark.parametrize("at", [0, 2])
-def test_an_error_of_a_step_is_shown_where_it_was_raised_and_all_end(
+def test_an_error_in_a_step_is_shown_where_it_was_raised_and_stops_all_ranks(
     ranks2, place, ranks_of, at, tmp_path
 ):
     class Kind(Fails):
@@ -466,7 +466,7 @@ class Llama(Language):
 
 @pytest.mark.parametrize("kind", [Gpt2, Llama])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_models_of_transformers_train_alike(ranks2, kind, schedule, tmp_path):
+def test_transformers_models_train_like_one_process(ranks2, kind, schedule, tmp_path):
     pytest.importorskip("transformers")
     isolation.reset_trainer_state()
     expected = plain(ONE, kind, max_grad_norm=0.5)
@@ -646,7 +646,7 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_a_pipeline_cannot_do_is_refused_by_name(ranks2, why, tmp_path):
+def test_unsupported_features_are_refused_by_name(ranks2, why, tmp_path):
     kind, options, message = REFUSED[why]
 
     def run() -> str:

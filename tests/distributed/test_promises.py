@@ -175,14 +175,14 @@ PLANS: dict[str, tuple[type[Net], int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_training_is_that_of_one_process_on_whole_batches(run, reference, case, plan, tmp_path):
+def test_training_equals_one_process_on_whole_batches(run, reference, case, plan, tmp_path):
     kind, samples, options = PLANS[plan]
     expected = reference(lambda: plain(case, kind, samples, **options))
     found = run(lambda: fit(case, tmp_path, kind, samples, **options))
     assert_equal(found, expected)
 
 
-def test_bfloat16_trains_alike_and_float32_weights_are_updated(run, reference, case, tmp_path):
+def test_bfloat16_training_updates_float32_weights(run, reference, case, tmp_path):
     options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "max_grad_value": 0.02}
     expected = reference(lambda: plain(case, **options))
     found = run(lambda: fit(case, tmp_path, mixed_precision="bf16", **options))
@@ -200,7 +200,7 @@ class Unfrozen(Net):
         self.epoch_starts(self.trainer.current_epoch)
 
 
-def test_parameters_that_are_unfrozen_later_are_trained(run, reference, case, refused, tmp_path):
+def test_parameters_unfrozen_later_are_trained(run, reference, case, refused, tmp_path):
     expected = reference(lambda: plain(case, Unfrozen))
     with refused("unfrozen"):
         assert_equal(run(lambda: fit(case, tmp_path, Unfrozen)), expected)
@@ -243,7 +243,7 @@ def by_hand(case: EngineCase) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def test_two_optimizers_step_by_hand(run, reference, case, refused, tmp_path):
+def test_two_optimizers_step_in_manual_optimisation(run, reference, case, refused, tmp_path):
     expected = reference(lambda: by_hand(case))
     with refused("manual"):
         found = run(lambda: fit(case, tmp_path, TwoOptimizers, reads_gradients=False))
@@ -292,7 +292,7 @@ class Counting(Collective):
 
 
 @pytest.mark.parametrize(("kind", "samples"), [(Counting, 44), (Collective, 4)])
-def test_a_rank_without_a_batch_runs_the_collectives_of_a_step(
+def test_a_rank_without_a_batch_joins_the_collectives_of_the_step(
     run, case, refused, kind, samples, tmp_path
 ):
     """Its dummy batch counts in no metric and no statistics; those of rank 0 are everybody's."""
@@ -335,7 +335,7 @@ class NanGradient(NanLoss):
 
 
 @pytest.mark.parametrize("kind", [NanLoss, NanGradient])
-def test_a_bad_number_on_one_rank_skips_the_update_of_all(run, reference, case, kind, tmp_path):
+def test_a_nan_on_one_rank_skips_the_update_on_all_ranks(run, reference, case, kind, tmp_path):
     expected = reference(lambda: plain(case, Net, max_epochs=1, without=[2]))
     found = run(lambda: fit(case, tmp_path, kind, max_epochs=1, non_finite="skip"))
     for outcome in found:
@@ -347,7 +347,7 @@ def test_a_bad_number_on_one_rank_skips_the_update_of_all(run, reference, case, 
 
 @by_kind
 @pytest.mark.parametrize("kind", [NanLoss, NanGradient])
-def test_a_bad_number_on_one_rank_stops_all(run, case, kind, tmp_path):
+def test_a_nan_on_one_rank_stops_all_ranks(run, case, kind, tmp_path):
     def stopped() -> tuple[int, str]:
         trainer, module = trainer_and_module(case, tmp_path, kind)
         with pytest.raises(FloatingPointError) as caught:
@@ -429,7 +429,7 @@ class Terminated(Dropout):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_to_one_process_saves_and_the_run_goes_on_bit_for_bit(run, case, tmp_path):
+def test_a_signal_to_one_process_saves_and_the_run_resumes_bit_for_bit(run, case, tmp_path):
     options = {"shuffle": True, "checkpointing": True, "gradient_accumulation_steps": 2}
 
     def runs() -> tuple[Outcome, Outcome, int]:
@@ -458,7 +458,7 @@ def samples_of(outcomes: list[Outcome]) -> list[tuple[int, int]]:
 
 @by_kind
 @pytest.mark.parametrize("saved", ["alone", "together"])
-def test_a_run_goes_on_with_another_number_of_processes(ranks, case, saved, tmp_path):
+def test_a_run_resumes_on_another_number_of_processes(ranks, case, saved, tmp_path):
     """Each sample is seen once, and the weights on disk have the module's own names."""
     one = GPT_ON_ONE if case.is_gpt else ONE
     batch = BATCH // case.shares  # of each process, in windows as large over all of them
@@ -541,7 +541,7 @@ def train_plainly(case: EngineCase) -> Any:
     return weights, norms, schedule.get_last_lr(), parts
 
 
-def test_a_loop_of_ones_own_trains_saves_and_resumes_as_one_process(
+def test_a_custom_loop_trains_saves_and_resumes_like_one_process(
     run, reference, case, refused, tmp_path
 ):
     def loops() -> Any:

@@ -63,7 +63,7 @@ def test_weights_and_optimizers_are_saved_and_loaded(ranks2, tmp_path):
     assert not (tmp_path / "pytorch_model_fsdp_0").exists()
 
 
-def test_an_error_of_rank_0_is_raised_on_all(ranks2, tmp_path):
+def test_an_error_on_rank_0_is_raised_on_all_ranks(ranks2, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
 

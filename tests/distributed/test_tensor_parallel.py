@@ -126,7 +126,7 @@ def assert_close(found: list[Any], expected: Any, tolerance: float = 1e-4) -> No
 
 
 @pytest.mark.parametrize("module", [Net, ByHand, OnMeta, Frozen])
-def test_layers_over_two_processes_train_as_one_process(ranks2, module, tmp_path):
+def test_tensor_parallel_training_equals_one_process(ranks2, module, tmp_path):
     expected = fit(tmp_path / "one", module, max_grad_norm=0.5)
     config = ParallelismConfig(tp_size=2)
     options = {"parallelism_config": config, "max_grad_norm": 0.5}
@@ -136,7 +136,7 @@ def test_layers_over_two_processes_train_as_one_process(ranks2, module, tmp_path
 
 
 @pytest.mark.parametrize("first", ["dp_shard_size", "dp_replicate_size"])
-def test_shards_and_replicas_of_split_layers_train_as_one_process(ranks, first, tmp_path):
+def test_tensor_parallelism_with_shards_and_replicas_equals_one_process(ranks, first, tmp_path):
     plan = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2}
     expected = fit(tmp_path / "one", **plan)
     options = {
@@ -220,7 +220,7 @@ def test_an_own_loop_trains_as_one_process_and_gathers_each_sample_once(ranks2):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
-def test_a_metric_object_takes_each_sample_once(ranks2, tmp_path):
+def test_a_metric_object_counts_each_sample_once(ranks2, tmp_path):
     class Counting(Net):
         def __init__(self) -> None:
             from torchmetrics import SumMetric
@@ -265,7 +265,7 @@ SPLIT = {"parallelism_config": ParallelismConfig(tp_size=2)}
 
 
 @pytest.mark.parametrize("saved", ["one", "split"])
-def test_a_run_goes_on_with_whole_layers_and_back(ranks2, saved, tmp_path):
+def test_a_run_resumes_without_tensor_parallelism_and_back(ranks2, saved, tmp_path):
     def run(split: bool, folder: str, **options: Any) -> Any:
         options = {"checkpointing": True, "max_steps": 9, **options}
         if split:
@@ -303,12 +303,12 @@ class Misnamed(Net):
         (Misnamed, r"a style of tp_plan.*'column'.*colwise"),
     ],
 )
-def test_plans_that_split_nothing_are_refused(ranks2, module, message, tmp_path):
+def test_plans_that_split_no_layer_are_refused(ranks2, module, message, tmp_path):
     with pytest.raises(RankError, match=message):
         ranks2(lambda: fit(tmp_path, module, **SPLIT))
 
 
-def test_a_state_of_split_layers_loads_into_one_process_and_back(ranks, tmp_path):
+def test_tensor_parallel_state_loads_into_one_process_and_back(ranks, tmp_path):
     def loop(**options: Any) -> tuple[Accelerator, Any, Any]:
         accelerator = Accelerator(cpu=True, **options)
         model = Net()
@@ -349,7 +349,7 @@ def test_a_state_of_split_layers_loads_into_one_process_and_back(ranks, tmp_path
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_a_bad_number_in_one_part_of_a_layer_skips_on_all_parts(
+def test_a_nan_in_one_shard_of_a_layer_skips_the_update_on_all_ranks(
     ranks2, ranks, precision, shards, tmp_path
 ):
     class Spoils(Net):

@@ -117,7 +117,7 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_fit_equals_that_on_the_cpu(on_cpu, accumulation):
+def test_a_fit_on_xla_equals_one_on_the_cpu(on_cpu, accumulation):
     of_device = {}
     for name in ("cpu", "xla"):
         on_cpu(name == "cpu")
@@ -130,7 +130,7 @@ def test_a_fit_equals_that_on_the_cpu(on_cpu, accumulation):
     torch.testing.assert_close(of_device["xla"], of_device["cpu"], atol=1e-5, rtol=0)
 
 
-def test_an_update_and_a_batch_of_an_evaluation_run_once_and_compile_once(on_cpu):
+def test_updates_and_evaluation_batches_compile_once_and_run_once(on_cpu):
     on_cpu(False)
     model = fit("run", gradient_accumulation_steps=3, max_epochs=4)
     updates = 4  # of 3, 3, 3 and 2 batches
@@ -155,7 +155,7 @@ def test_a_resumed_run_with_dropout_is_bit_identical(on_cpu, background):
     assert not torch.equal(weights(fit("other", max_epochs=4)), whole)
 
 
-def test_a_run_moves_from_xla_to_the_cpu_and_back(on_cpu):
+def test_a_run_resumes_on_the_cpu_after_xla_and_back(on_cpu):
     on_cpu(True)
     expected = weights(fit("cpu", max_epochs=3))
     for epochs, cpu in ((1, False), (2, True), (3, False)):
@@ -165,7 +165,7 @@ def test_a_run_moves_from_xla_to_the_cpu_and_back(on_cpu):
     assert recorded("moves") == pytest.approx(recorded("cpu"), abs=EXACT)
 
 
-def test_bf16_is_that_of_the_cpu_and_other_precisions_are_refused(on_cpu):
+def test_bf16_equals_the_cpu_and_other_precisions_are_refused(on_cpu):
     for cpu in (True, False):
         on_cpu(cpu)
         model = fit(str(cpu), mixed_precision="bf16")
@@ -186,7 +186,7 @@ def test_compiling_is_left_to_the_device(on_cpu):
         Trainer(dynamo_backend="inductor")
 
 
-def test_an_update_with_nan_ends_the_run_before_a_save(on_cpu):
+def test_a_nan_stops_the_run_before_it_is_saved(on_cpu):
     class Bad(Model):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 4 else 1.0)
@@ -294,7 +294,7 @@ def test_a_process_group_that_sends_nothing_from_the_host_is_refused():
         dist.destroy_process_group()
 
 
-def test_the_state_names_the_device_and_what_is_not_supported_is_refused(on_cpu, monkeypatch):
+def test_the_state_names_the_device_and_unsupported_options_are_refused(on_cpu, monkeypatch):
     on_cpu(False)
     state = PartialState()
     assert (str(state.device), state.distributed_type) == ("xla:0", DistributedType.XLA)

@@ -265,12 +265,12 @@ def test_each_process_has_a_device(results):
 
 
 @pytest.mark.parametrize("case", ["plain", "accumulated", "uneven", "by hand"])
-def test_the_weights_are_those_of_one_process_on_whole_batches(results, case):
+def test_weights_equal_those_of_one_process_on_whole_batches(results, case):
     one, two = (results[number]["weights"][case] for number in (1, 2))
     assert two == pytest.approx(one, abs=1e-5)
 
 
-def test_metrics_and_predictions_are_those_of_one_process(results):
+def test_metrics_and_predictions_equal_those_of_one_process(results):
     one, two = results[1], results[2]
     assert one["metrics"].keys() >= {"loss", "val_loss", "val_max"}
     assert two["metrics"] == pytest.approx(one["metrics"], abs=1e-5)
@@ -311,7 +311,7 @@ def test_a_window_of_a_model_without_buffers_broadcasts_nothing(results):
     assert [checked[at + 1] - checked[at] for at in (0, 2, 4, 6)] == [0] * 4  # within an epoch
 
 
-def test_a_run_moves_to_other_devices_and_numbers_of_processes(folders):
+def test_a_run_resumes_on_other_devices_and_numbers_of_processes(folders):
     launch = ("-m", "trainer", "launch", "--quiet", "--num_processes", "2")
     expected = json.loads(run(folders[1], "moved.py", "cpu", "3", ACCELERATE_USE_CPU="true"))
     assert expected[0] == "cpu"

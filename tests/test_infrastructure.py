@@ -193,10 +193,10 @@ def test_no_rank_outlives_its_caller(tmp_path):
     script = (
         "import os, signal, threading\n"
         "from tests.helpers.ranks import RankPool\n"
-        "def kill_the_caller_and_wait(caller):\n"
-        "    os.kill(caller, signal.SIGKILL)\n"
+        "def kill_the_caller_and_wait():\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
         "    threading.Event().wait()\n"
-        "RankPool(2)(kill_the_caller_and_wait, os.getpid())\n"
+        "RankPool(2)(kill_the_caller_and_wait)\n"
     )
     # The ranks hold the pipe as well: reading it to its end waits for theirs.
     run = subprocess.run(

@@ -109,7 +109,7 @@ def exact() -> Iterator[RankPool]:
     """Two processes that give each tensor pages of its own, and give them back with it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**16))
-        pool = RankPool(2, forks=False)
+        pool = RankPool(2)
         pool(dist.barrier)
     yield pool
     pool.close()

@@ -235,7 +235,7 @@ def test_one_of_several_waiting_ranks_reports(ranks3):
 def test_a_rank_outside_the_run_is_named(ranks2):
     def alone():
         store = dist.group.WORLD.get_group_store()
-        key = "said outside the run"
+        key = f"said/{os.getppid()}/{dist.get_world_size()}"
         with listening(lambda: store.set(key, "said")) as texts:
             if dist.get_rank() == 1:
                 store.wait([key], timedelta(seconds=50))

@@ -15,10 +15,6 @@ The function runs on every rank, in the caller's working folder, with an initial
 The warning filters of the calling test also apply on the ranks, so warnings are errors there.
 Functions and arguments are pickled by value: lambdas, closures and classes of the test module work.
 Assert in the test, on what the ranks return. Afterwards each rank restores its state.
-
-The ranks of a number are forked from one process, which has imported torch and the trainer: pools
-and those that replace broken ones start at once. Each number has its own, so that the ranks order
-sets of strings in different ways.
 """
 
 from __future__ import annotations
@@ -30,11 +26,9 @@ import faulthandler
 import gc
 import io
 import os
-import pickle
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -44,7 +38,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -92,94 +85,11 @@ class Reply:
     mark: tuple[object, ...] = ()
 
 
-class ForkServer:
-    """A process that has imported what ranks need, and becomes ranks by forking.
-
-    It ends with its caller, and its ranks with it.
-    """
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._process = _start_python("serve_forks", theirs.fileno(), os.getpid())
-        theirs.close()
-        isolation.SESSION_PROCESSES.add(self._process.pid)
-        atexit.register(self.close)
-
-    def fork(self, connection: int, folder: Path, environ: dict[str, str]) -> ForkedProcess:
-        """Start a rank that answers at the descriptor of a connection."""
-        request = pickle.dumps((str(folder), environ))
-        socket.send_fds(self._socket, [b"f" + len(request).to_bytes(4, "big")], [connection])
-        self._socket.sendall(request)
-        return ForkedProcess(self, self._number())
-
-    def wait(self, pid: int) -> int | None:
-        """Return the exit code of a rank as `Popen.poll` does; None while it runs."""
-        self._socket.sendall(b"w" + pid.to_bytes(4, "big"))
-        code = self._number()
-        return None if code == _RUNS else code
-
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait()
-
-    def _number(self) -> int:
-        return int.from_bytes(_read(self._socket, 4), "big", signed=True)
-
-
-@dataclass
-class ForkedProcess:
-    """A process that a fork server has made, used as a `Popen` is."""
-
-    server: ForkServer
-    pid: int
-    returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self.server.wait(self.pid)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"rank with process id {self.pid}", timeout or 0)
-            time.sleep(0.005)
-        return code
-
-
-_RUNS = 1000  # no exit code
-_FORK_SERVERS: list[ForkServer] = []  # by the number of a rank
-
-
-def _start_python(function: str, descriptor: int, *arguments: object) -> subprocess.Popen[bytes]:
-    """Run a function of this file in a process of its own."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    start = f"import sys; sys.path[0] = {str(ROOT)!r}; from {__name__} import {function} as run; "
-    return subprocess.Popen(
-        [sys.executable, "-c", start + "run()", str(descriptor), *map(str, arguments)],
-        env=environ,
-        cwd=tempfile.gettempdir(),
-        pass_fds=[descriptor],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    content = b""
-    while len(content) < size and (part := connection.recv(size - len(content))):
-        content += part
-    if len(content) < size:
-        raise EOFError
-    return content
-
-
 @dataclass
 class Rank:
     """One process of a pool, seen from the caller."""
 
-    process: subprocess.Popen[bytes] | ForkedProcess
+    process: subprocess.Popen[bytes]
     connection: Connection
     stacks: Path
 
@@ -201,7 +111,7 @@ class Rank:
         return text.partition("Extension modules:")[0]
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        # Kill the rank's process group, which includes its data-loader workers.
+        # Kill the rank's session, which includes its data-loader workers.
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(self.process.pid, number)
@@ -214,16 +124,12 @@ class RankPool:
 
     They start at the first call. After a hang, a death, or a failure that left the ranks out of
     sync, they are killed and the next call starts new ones.
-
-    Args:
-        size: The number of processes.
-        forks: False to start them as new programs, with which the C library reads the environment.
     """
 
-    def __init__(self, size: int, *, forks: bool = True) -> None:
+    def __init__(self, size: int) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one rank, got size={size}")
-        self.size, self._forks = size, forks
+        self.size = size
         self._ranks: list[Rank] = []
         self._folder: Path | None = None
         atexit.register(self.kill)  # for pools that are not closed
@@ -291,8 +197,6 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        while self._forks and len(_FORK_SERVERS) < self.size:
-            _FORK_SERVERS.append(ForkServer())
         for index in range(self.size):
             self._ranks.append(self._spawn(index, self._folder))
         try:
@@ -319,12 +223,15 @@ class RankPool:
         }
         if sys.platform == "linux":
             environ["GLOO_SOCKET_IFNAME"] = "lo"  # avoids a look-up of the host's name
-        process: subprocess.Popen[bytes] | ForkedProcess
-        if self._forks:
-            process = _FORK_SERVERS[index].fork(theirs.fileno(), folder, environ)
-        else:
-            process = _start_python("serve_alone", theirs.fileno(), folder, os.getpid())
-            ours.send(environ)
+        start = f"import sys; sys.path[0] = {str(ROOT)!r}; from {__name__} import serve; serve()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", start, str(theirs.fileno()), str(folder), str(os.getpid())],
+            env=environ,
+            cwd=folder,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         theirs.close()
         isolation.SESSION_PROCESSES.add(process.pid)
         return Rank(process, ours, folder / f"stacks-{index}.txt")
@@ -398,69 +305,12 @@ def _portable(filters: Iterable[Any]) -> list[tuple[Any, ...]]:
 # The functions below run in the ranks.
 
 
-def serve_forks() -> None:
-    """Fork ranks, and tell how they ended, until the caller disconnects."""
-    descriptor, caller = map(int, sys.argv[1:])
-    _die_with(caller)
-    for name in _PRELOADED:
-        import_module(name)
-    gc.freeze()  # pages that no collection writes to stay shared with the ranks
-    own = os.getpid()
-    with contextlib.suppress(EOFError), socket.socket(fileno=descriptor) as control:
-        while True:
-            request, descriptors, *_ = socket.recv_fds(control, 5, 1)
-            kind, number = request[:1], int.from_bytes(request[1:], "big")
-            if kind == b"f":
-                folder, environ = pickle.loads(_read(control, number))
-                answer = os.fork()
-                os.setpgid(answer, 0)  # in both processes: the caller may kill the group at once
-                if answer == 0:
-                    control.close()
-                    _become_rank(descriptors[0], Path(folder), own, environ)
-                os.close(descriptors[0])
-            elif kind == b"w":
-                pid, status = os.waitpid(number, os.WNOHANG)
-                answer = os.waitstatus_to_exitcode(status) if pid else _RUNS
-            else:
-                return
-            control.sendall(answer.to_bytes(4, "big", signed=True))
-
-
-_PRELOADED = (
-    "cloudpickle",
-    "trainer.trainer",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-)
-
-
-def _become_rank(descriptor: int, folder: Path, parent: int, environ: dict[str, str]) -> None:
-    """Serve as a rank in a process that has been forked; never returns."""
-    code = 1
-    try:
-        os.environ.clear()
-        os.environ.update(environ)
-        serve(Connection(descriptor), folder, parent)
-        code = 0
-    except BaseException:  # noqa: BLE001  # nothing of the server's may run
-        traceback.print_exc()
-    finally:
-        _save_coverage()
-        os._exit(code)
-
-
-def serve_alone() -> None:
-    """Run as one rank that is a program of its own."""
-    connection = Connection(int(sys.argv[1]))
-    os.environ.update(connection.recv())
-    serve(connection, Path(sys.argv[2]), int(sys.argv[3]))
-
-
-def serve(connection: Connection, folder: Path, parent: int) -> None:
+def serve() -> None:
     """Run as one rank: form the group, then answer calls until the caller disconnects."""
+    descriptor, folder, parent = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     _die_with(parent)
-    os.chdir(folder)
     tqdm.tqdm.monitor_interval = 0  # the monitor is a thread that never ends
+    connection = Connection(descriptor)
     # Data-loader workers must not keep the connection open when this process has died.
     os.register_at_fork(after_in_child=connection.close)
     with (folder / f"stacks-{os.environ['RANK']}.txt").open("w") as stacks:

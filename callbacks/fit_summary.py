@@ -42,11 +42,9 @@ def end_lines(trainer: Trainer) -> str:
         f"{progress.seconds:.1f} s"
     ]
     lines += [f"  best  {line}" for line in _best(trainer)]
-    newest = max(
-        (callback.last_model_path for callback in _savers(trainer) if callback.last_model_path),
-        key=lambda path: path.name,
-        default=None,
-    )
+    # Lightning's callback has strings, of links to the checkpoints.
+    saved = (Path(saver.last_model_path) for saver in _savers(trainer) if saver.last_model_path)
+    newest = max(saved, key=lambda path: path.resolve().name, default=None)
     if newest is not None:
         lines.append(f"  last  {short_path(newest)}")
         lines.append(f"  next  {_continuation(trainer, newest)} continues the run,")
@@ -57,6 +55,8 @@ def end_lines(trainer: Trainer) -> str:
 def _continuation(trainer: Trainer, newest: Path) -> str:
     if trainer.should_stop:  # by a callback: under "auto" the run stays stopped
         return f"ckpt_path={short_path(newest)!r}"
+    if newest.is_symlink():  # by Lightning's Trainer, which has no project_dir
+        return f"ckpt_path={short_path(newest)!r} and a larger max_epochs"
     # The folder is named, since a Trainer without project_dir makes another one at each start.
     folder = short_path(trainer.project_dir)
     return f"ckpt_path='auto' with project_dir={folder!r} and a larger max_epochs"
@@ -69,7 +69,7 @@ def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
 def _best(trainer: Trainer) -> Iterator[str]:
     for callback in _savers(trainer):
         path, score = callback.best_model_path, callback.best_model_score
-        if path is not None and score is not None:
+        if path and score is not None:
             yield f"{short_path(path)}  {callback.monitor}={score:.4g}"
 
 

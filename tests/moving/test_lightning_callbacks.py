@@ -666,3 +666,19 @@ def test_modules_without_a_file_have_the_names_of_another_and_refused_ones_say_w
         importlib.import_module("trainer.lightning.pytorch.loops")
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
         from trainer.lightning.pytorch.callbacks import Nothing  # noqa: F401 - there is none
+
+
+def test_a_run_names_the_links_of_its_checkpoints(tmp_path, monkeypatch, capsys):
+    """With a progress bar, and `save_last`, whose path is a string."""
+    monkeypatch.chdir(tmp_path)
+    save = ModelCheckpoint("saved", monitor="val", filename="best", save_last=True)
+    options = {"accelerator": "cpu", "logger": False}
+    L.Trainer(max_epochs=2, callbacks=[save], **options).fit(make_net()())
+    shown = capsys.readouterr().err
+    assert "  best  saved/best.ckpt  val=" in shown
+    assert "  last  saved/last.ckpt\n" in shown
+    assert "  next  ckpt_path='saved/last.ckpt' and a larger max_epochs continues the run" in shown
+
+    module = make_net()()
+    L.Trainer(max_epochs=3, **options).fit(module, ckpt_path="saved/last.ckpt")
+    assert len(module.sizes) == 8  # of the third epoch alone

@@ -171,3 +171,40 @@ def test_user_objects_inside_schedules_are_not_compared(make):
         return options_of(["SGD"], [entry], [SchedulerEntry(scheduler=scheduler)])
 
     assert options(1.0) == options(2.0)
+
+
+class Frozen(TrainModule):
+    """The optimizer has the parameters that require a gradient at the start."""
+
+    def __init__(self, trains_body=False):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+        self.body.requires_grad_(trains_body)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.body(batch)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], 0.1)
+
+
+@pytest.mark.parametrize(("first", "what"), [(False, "now also has"), (True, "no longer has")])
+def test_parameters_that_an_optimizer_gained_or_lost_are_named(first, what):
+    def start(epochs, trains_body):
+        trainer = quiet_trainer(max_epochs=epochs, project_dir="run", checkpointing=True)
+        trainer.fit(Frozen(trains_body), DataLoader(torch.ones(4, 2), 2), ckpt_path="auto")
+
+    start(1, first)
+    with pytest.raises(CheckpointError, match=f"{what} body.bias, body.weight"):
+        start(2, not first)
+
+
+def test_an_error_about_a_checkpoint_is_shown_once():
+    fit(1)
+    module = Line()
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())
+    trainer = quiet_trainer(max_epochs=2, project_dir="run", checkpointing=True)
+    with pytest.raises(CheckpointError, match=r"the optimizers 'SGD', but .* 'AdamW'") as caught:
+        trainer.fit(module, DataLoader(torch.ones(4, 2), 2), ckpt_path="auto")
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__

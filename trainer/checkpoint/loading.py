@@ -334,9 +334,9 @@ def load_into(
     if mismatch and strict:
         raise CheckpointError(
             f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
-            f"{named}\nCreate the module as it was when the file was saved, or load what fits: "
-            "load_from_checkpoint(…, strict=False), or strict_loading = False in the module, which "
-            "counts where fit resumes a run only for a LightningModule."
+            f"{named}\nCreate the module as it was when the file was saved. To train another one, "
+            "give a new project_dir; load_from_checkpoint(…, strict=False) takes over the weights "
+            "that fit."
         )
     if engine_weights is not None and parts is not None:
         load_parts(

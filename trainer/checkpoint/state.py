@@ -179,7 +179,10 @@ def restore(
                 else:
                     part.load_state_dict(states[0])
         except CheckpointError as error:
-            raise CheckpointError(f"{where}: {error}" if where else str(error)) from error
+            if not where:
+                raise
+            # With the cause of what a part could not read; an error of ours says all itself.
+            raise CheckpointError(f"{where}: {error}") from error.__cause__
 
 
 def _names(key: str | tuple[str, ...]) -> tuple[str, ...]:

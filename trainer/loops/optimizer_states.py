@@ -81,8 +81,14 @@ class OptimizerStates:
         schedulers = [entry.scheduler for entry in self._schedulers]
         for optimizer, groups in zip(self._optimizers, state["groups"], strict=True):
             restore_groups(optimizer, groups, self._module, schedulers=schedulers)
-        for optimizer, saved in zip(self._optimizers, state["optimizer"], strict=True):
-            PlacedState(optimizer, [self._module], dtypes).load_state_dict(saved)
+        for optimizer, saved, groups in zip(
+            self._optimizers, state["optimizer"], state["groups"], strict=True
+        ):
+            try:
+                PlacedState(optimizer, [self._module], dtypes).load_state_dict(saved)
+            except ValueError:
+                _check_parameters(groups, names_of_groups(optimizer, self._module))
+                raise
         _check_number("schedulers", schedulers, state["schedulers"])
         check_schedules(fingerprint, options, len(schedulers))
         for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
@@ -107,4 +113,21 @@ def _check_number(what: str, here: list[Any], saved: list[Any]) -> None:
     if len(here) != len(saved):
         raise CheckpointError(
             f"it holds {len(saved)} {what}, but configure_optimizers returned {len(here)}."
+        )
+
+
+def _check_parameters(
+    saved: Sequence[Sequence[str | None]], here: Sequence[Sequence[str | None]]
+) -> None:
+    """Raise if an optimizer has other parameters than the saved one; torch only counts them."""
+    before, now = ({name for group in groups for name in group if name} for groups in (saved, here))
+    differences = [
+        f"{what} {', '.join(sorted(names))}"
+        for what, names in (("now also has", now - before), ("no longer has", before - now))
+        if names
+    ]
+    if differences:
+        raise CheckpointError(
+            f"an optimizer {' and '.join(differences)}. Give it the same parameters as when the "
+            "run began: also those of layers that are frozen for some epochs."
         )

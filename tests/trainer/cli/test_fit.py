@@ -518,6 +518,8 @@ def test_the_help_teaches(capsys):
         (["section.yaml"], ["Option 'modle.width' is not accepted", "mean 'model'?"]),
         (["latin.yaml"], ["latin.yaml cannot be read as YAML", "can't decode byte 0xfc"]),
         (["torn.yaml"], ["torn.yaml cannot be read as YAML", "line 2, column 1"]),
+        (["empty.yaml"], ["empty.yaml is empty: write `trainer:`, `model:` and `data:`."]),
+        (["text.yaml"], ["text.yaml has no sections: write `trainer:`"]),
         (["off.yaml"], ['"trainer.mixed_precision"', "Given value: False"]),
         (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be a whole number"]),
         (["nowhere.yaml"], ["File does not exist"]),
@@ -526,6 +528,8 @@ def test_the_help_teaches(capsys):
 )
 def test_an_error_names_the_key_and_the_value(capsys, words, texts):
     Path("torn.yaml").write_text("model: [\n")
+    Path("empty.yaml").write_text("# later\n")
+    Path("text.yaml").write_text("model\n")
     Path("latin.yaml").write_bytes("# für später\n".encode("latin-1"))
     Path("off.yaml").write_text("trainer: {mixed_precision: no}\n")
     Path("wrong.yaml").write_text("trainer: {max_epocs: 3}\n")

@@ -190,6 +190,8 @@ def test_the_code_is_0_when_nothing_is_left_to_do(capsys, text):
     migrate(capsys, text, "--write")
     code, findings, _ = migrate(capsys, Path("script.py").read_text())
     assert (code, findings) == (0, [])
+    assert main(["migrate", "script.py"]) == 0
+    assert capsys.readouterr() == ("", "Nothing is left to do.\n")
 
 
 def test_what_of_lightning_will_not_carry_over_is_listed(capsys):

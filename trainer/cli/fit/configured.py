@@ -256,7 +256,7 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
     """Return the links in configuration files; the parser needs them before it reads the files.
 
     Raises:
-        CommandError: A file is not YAML; the parser would not name it.
+        CommandError: A file is not YAML, or has no sections; the parser would not name it.
     """
     links: dict[str, str] = {}
     for file in files:
@@ -269,7 +269,10 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             what = str(error).replace("<unicode string>", file)
             raise CommandError(f"{file} cannot be read as YAML: {what}", code=2) from None
-        found = content.get("links") if isinstance(content, dict) else None
+        if not isinstance(content, dict):
+            what = "is empty" if content is None else "has no sections"
+            raise CommandError(f"{file} {what}: write `trainer:`, `model:` and `data:`.", code=2)
+        found = content.get("links")
         if isinstance(found, dict) and all(isinstance(target, str) for target in found.values()):
             links = found  # as of any dict, the last file's
     return links

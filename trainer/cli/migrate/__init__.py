@@ -94,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         _echo_causes(findings)
     if unread:
         raise CommandError("\n".join(unread))
+    if files and not findings:
+        echo("Nothing is left to do.", error=True)
     return 1 if findings else 0
 
 

@@ -76,6 +76,17 @@ if repository := os.environ.get("DOCS_REPOSITORY"):  # noqa: TID251 - not a sett
         "source_directory": "docs/",
     }
 html_title = f"Cadence {release}"
+templates_path = ["_templates"]
+html_sidebars = {  # Furo's, and a choice of versions
+    "**": [
+        "sidebar/brand.html",
+        "versions.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False

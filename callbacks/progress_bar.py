@@ -265,7 +265,9 @@ class ProgressBar(Callback):
     def choose_view(self) -> OpenView | None:
         """Return the function that opens a bar in this terminal or notebook; None if impossible.
 
-        Override it to draw bars differently.
+        Override it to draw bars differently: return a function that takes a bar's name, its number
+        of batches (None if unknown) and whether the finished bar stays on the screen, and returns
+        an object with ``show(done, text)`` and ``close(done)``.
         """
         notebook = in_notebook()
         if not notebook and sys.stderr is None:  # in a service, or if it was closed

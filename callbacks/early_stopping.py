@@ -132,10 +132,10 @@ class EarlyStopping(MonitorCallback):
             return f"{name} = {value:.4g} is worse than the divergence threshold {limit:.4g}"
         if self.wait_count >= max(self.patience, 1):
             count = "1 value" if self.wait_count == 1 else f"{self.wait_count} values"
-            lower = self.mode == "min"  # said in words: a wrong mode ends a run that improves
+            # With the direction: under the wrong mode a run that improves stops here.
+            progress = "fallen below" if self.mode == "min" else "risen above"
             return (
-                f"{name} has not {'fallen' if lower else 'risen'} by more than "
-                f"{self.min_delta:.4g} {'below' if lower else 'above'} its best value, "
-                f"{best:.4g}, for {count}; the latest is {value:.4g}"
+                f"{name} has not {progress} its best value, {best:.4g}, for {count} "
+                f"(min_delta={self.min_delta:.4g}); the latest is {value:.4g}"
             )
         return None

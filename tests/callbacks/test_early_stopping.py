@@ -50,17 +50,16 @@ def test_step_and_reason_of_the_stop():
     assert (callback.stopped_step, callback.stopped_epoch) == (13, 1)
     assert (callback.best_score, callback.wait_count) == (2.0, 1)
     assert callback.reason == (
-        "loss has not fallen by more than 0 below its best value, 2, for 1 value; the latest is 2.5"
+        "loss has not fallen below its best value, 2, for 1 value (min_delta=0); the latest is 2.5"
     )
     _, callback = stopped_after([2.123456, *[7 / 3] * 3])
     assert callback.reason == (
-        "loss has not fallen by more than 0 below its best value, 2.123, for 3 values; "
+        "loss has not fallen below its best value, 2.123, for 3 values (min_delta=0); "
         "the latest is 2.333"
     )
     _, callback = stopped_after([0.5, 0.4], patience=1, mode="max")
     assert callback.reason == (
-        "loss has not risen by more than 0 above its best value, 0.5, for 1 value; "
-        "the latest is 0.4"
+        "loss has not risen above its best value, 0.5, for 1 value (min_delta=0); the latest is 0.4"
     )
     _, callback = stopped_after([math.nan])
     assert callback.reason == "loss = nan is not finite"
@@ -106,5 +105,5 @@ def test_prints_why_it_stops_and_improvements_if_asked(verbose):
     *before, last = trainer.accelerator.printed
     assert before == (improvements if verbose else [])
     assert last.startswith(
-        "Step 4: EarlyStopping asks to stop: loss has not fallen by more than 0 below its best "
+        "Step 4: EarlyStopping asks to stop: loss has not fallen below its best value, 2.5"
     )

@@ -243,7 +243,7 @@ def test_activations_that_are_computed_again_give_the_same_run(ranks, name, tmp_
 @pytest.mark.parametrize(
     ("kind", "name"), [(Llama, "pp, fsdp"), (Llama, "pp, tp"), (Gpt2, "pp, fsdp")]
 )
-def test_transformers_models_train_like_one_process(ranks, kind, name, tmp_path):
+def test_sharded_transformers_models_train_like_one_process(ranks, kind, name, tmp_path):
     pytest.importorskip("transformers")
     isolation.reset_trainer_state()
     short: dict[str, Any] = {"samples": 24, "max_epochs": 1, "max_grad_norm": 0.5}
@@ -448,7 +448,7 @@ class Own(Callback):
 
 
 @pytest.mark.parametrize("name", ["pp", *SHARED])
-def test_states_are_those_of_a_process_s_own_layers(ranks, name, tmp_path):
+def test_each_rank_keeps_optimizer_state_of_its_own_layers_only(ranks, name, tmp_path):
     case = ENGINES[name]
 
     def run() -> Outcome:
@@ -534,7 +534,7 @@ REFUSED: dict[str, tuple[str, type[Net], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_unsupported_features_are_refused_by_name(ranks, why, tmp_path):
+def test_unsupported_sharding_is_refused_by_name(ranks, why, tmp_path):
     name, kind, options, message = REFUSED[why]
 
     def run() -> str:

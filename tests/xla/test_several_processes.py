@@ -293,7 +293,7 @@ def test_all_processes_have_the_same_weights_and_buffers(results):
     assert first == second != 0.0
 
 
-def test_a_resumed_run_with_dropout_is_bit_identical(results):
+def test_a_resumed_run_of_two_processes_with_dropout_is_bit_identical(results):
     assert results[1]["resumed"]
     assert results[2]["resumed"]
 

@@ -8,18 +8,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 from trainer.environment import read_flag
 
 FULL = "CADENCE_FULL_TRACEBACK"
 _HERE = Path(__file__).parents[1]
 _PACKAGES = tuple(f"{_HERE / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 class HiddenFrames:
     """Removes the frames of Cadence from the tracebacks of errors that leave its block.
 
-    The innermost frame always stays, so an error that Cadence raises shows where. Other errors
-    get a note with the number of hidden frames, which ``CADENCE_FULL_TRACEBACK=1`` shows. Python
+    The frames through which torch calls the user's code for Cadence are removed, too: those of
+    DDP's forward pass, of a backward pass or of a loader. The innermost frame always stays, so an
+    error that Cadence raises shows where. Other errors get a note with the number of hidden
+    frames, which ``CADENCE_FULL_TRACEBACK=1`` shows. Python
     3.10 shows all frames: there a context manager cannot replace the traceback of its error.
 
     Args:
@@ -48,8 +53,8 @@ class HiddenFrames:
         ):
             where = self._where()
             error.add_note(
-                f"{where}{': ' if where else ''}{hidden} frame{'s' if hidden > 1 else ''} of "
-                f"Cadence hidden, {FULL}=1 shows them"
+                f"{where}{': ' if where else ''}{hidden} frame{'s' if hidden > 1 else ''} hidden, "
+                f"{FULL}=1 shows them"
             )
 
 
@@ -66,7 +71,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def shorten(error: BaseException) -> int:
-    """Remove the frames of Cadence from a traceback, except the innermost.
+    """Remove the frames of Cadence from a traceback, except the innermost; see `HiddenFrames`.
 
     Returns:
         How many; 0 if Cadence has raised the error itself.
@@ -78,13 +83,14 @@ def shorten(error: BaseException) -> int:
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
+    files = [entry.tb_frame.f_code.co_filename for entry in entries]
+    # What failed inside torch stays, even where Cadence has called it.
+    last = max((n for n, file in enumerate(files) if not file.startswith(_TORCH)), default=0)
     ours: list[bool] = []
-    for each in entries:
-        file = each.tb_frame.f_code.co_filename
-        # contextlib enters our context managers: its frames below ours say nothing to the user
-        ours.append(
-            file.startswith(_PACKAGES) or (file == contextlib.__file__ and ours[-1:] == [True])
-        )
+    for number, file in enumerate(files):
+        # Below our frames, contextlib enters our context managers, and torch calls the user's code.
+        between = file == contextlib.__file__ or (file.startswith(_TORCH) and number < last)
+        ours.append(file.startswith(_PACKAGES) or (between and ours[-1:] == [True]))
     kept: TracebackType | None = None
     for entry, hide in zip(reversed(entries), reversed([*ours[:-1], False]), strict=False):
         if not hide:

@@ -50,7 +50,32 @@ def test_only_the_users_frames_are_shown():
     assert functions_of(error) == ["fails", "<lambda>", "training_step"]
     (note,) = error.__notes__
     assert note.startswith("fit, epoch 1, after update 1, batch 1: ")
-    assert note.endswith(f"frames of Cadence hidden, {FULL}=1 shows them")
+    assert note.endswith(f"frames hidden, {FULL}=1 shows them")
+
+
+class FailsInForward(Line):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)  # the batches have 2 columns
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).mean()
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def shown_of_a_failing_forward():
+    try:
+        quiet().fit(FailsInForward(), loader())
+    except RuntimeError as error:
+        return functions_of(error)
+
+
+def test_the_frames_of_ddp_are_hidden_but_not_the_operation_that_failed(ranks2):
+    call = ["_wrapped_call_impl", "_call_impl"]  # of torch, below the user's frames
+    shown = ["training_step", *call, "forward", *call, "forward"]
+    assert ranks2(shown_of_a_failing_forward) == [["shown_of_a_failing_forward", *shown]] * 2
 
 
 class FailsElsewhere(Line):

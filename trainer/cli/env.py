@@ -55,7 +55,7 @@ VARIABLES: Mapping[str, str] = {
     "CADENCE_LAUNCHER": f"{_LAUNCH}: its process id",
     "CADENCE_STORE": f"{_LAUNCH}: the folder of its rendezvous files",
     "CADENCE_SHUTDOWN_TIMEOUT": "seconds in which a run may save when its launcher is gone",
-    "CADENCE_FULL_TRACEBACK": "1 shows the frames of Cadence in tracebacks",
+    "CADENCE_FULL_TRACEBACK": "1 shows the frames of Cadence and torch in tracebacks",
     "PYTHONPATH": "where Python looks for modules first",
     "SLURM_JOB_ID": f"{_SLURM}: the job, for `slurm_requeue`",
     "SLURM_ARRAY_JOB_ID": f"{_SLURM}: the job of an array",

@@ -440,7 +440,7 @@ def test_the_same_message_of_several_ranks_is_shown_once():
 def test_a_note_below_an_exception_does_not_hide_it():
     """The Trainer notes the hidden frames below each exception."""
     frames = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    fit()\n'
-    note = "\nepoch 0, update 4: 9 frames of Cadence hidden"
+    note = "\nepoch 0, update 4: 9 frames hidden"
     lost = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
     peer = replace(failure(0, raised=100.1), text=frames + lost + note)
     cause = replace(failure(1, raised=100.2), text=frames + "ValueError: no labels" + note)

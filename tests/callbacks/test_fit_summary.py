@@ -48,13 +48,14 @@ def test_a_run_without_checkpoints_names_none(capsys):
     assert finished == "Finished 2 epochs, 4 updates, 1 s"
 
 
-def test_a_run_with_nothing_left_to_do_says_only_that(capsys):
+def test_a_run_with_nothing_left_to_do_says_only_that(capsys, caplog):
     printed(capsys)
-    trainer = Trainer(max_epochs=2, project_dir="run", cpu=True)
-    trainer.fit(Net(), loader(), loader(), ckpt_path="auto")
+    trainer = Trainer(max_epochs=2, val_every="3 epochs", project_dir="run", cpu=True)
+    trainer.fit(Net(), loader(), loader(), ckpt_path="auto")  # without a warning of no validation
     said = capsys.readouterr()
     assert said.out.count("Nothing is left to do") == 1
     assert said.err == ""
+    assert caplog.messages == []
 
 
 class Further(Callback):

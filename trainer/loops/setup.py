@@ -325,18 +325,18 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
         CheckpointError: The checkpoint is damaged or does not match the run.
     """
     context = run.context
-    lasts = not context.length.reached(run.counters, run.seconds)
-    if context.warns and lasts:
-        warn_of_no_validation(run)
-        warn_of_unregistered_layers(run)
     offset = None
     if chosen is not None:
         offset = _resume(run, chosen, back=may_rewind(ckpt_path))
-    else:
-        if ckpt_path == "auto":  # so that the user notices a wrong folder
-            empty = ", ".join(map(str, context.folders.all_roots()))
-            context.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
-        if context.warns and not lasts:
+    elif ckpt_path == "auto":  # so that the user notices a wrong folder
+        empty = ", ".join(map(str, context.folders.all_roots()))
+        context.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
+    over = context.length.reached(run.counters, run.seconds) or run.stopping.decided()
+    if context.warns and not over:
+        warn_of_no_validation(run)
+        warn_of_unregistered_layers(run)
+    if chosen is None:
+        if context.warns and over:
             context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         _begin(run, weights)
     check_one_pass_loaders(run)

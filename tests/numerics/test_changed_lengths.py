@@ -130,7 +130,7 @@ def test_a_shortened_run_ends_at_once_with_a_message(capsys, shorter):
     assert after["seen"] == []
     said = capsys.readouterr().out
     [limit] = shorter
-    assert f"(epoch 2, update 12). Nothing is left to do: the Trainer's {limit} is reached" in said
+    assert f"(epoch 2, update 12).\nNothing is left to do: the Trainer's {limit} is reached" in said
     assert_same(after["weights"], before["weights"])
     for name in before.keys() - {"seen", "weights"}:
         assert after[name] == before[name], name

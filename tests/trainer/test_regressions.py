@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import warnings
 from pathlib import Path
 
@@ -115,6 +117,23 @@ def test_a_resumed_run_prints_its_checkpoint(capsys):
     )
     make(max_epochs=2, **arguments).fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="auto")
     assert "Nothing is left to do: the Trainer's max_epochs" in capsys.readouterr().out
+
+
+class LineOfAnotherRate(Line):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+def test_a_resumed_run_names_its_checkpoint_before_what_differs_from_it(caplog, monkeypatch):
+    make(project_dir="run").fit(Line(), DataLoader(data(), batch_size=2))
+    said = io.StringIO()
+    monkeypatch.setattr(caplog.handler, "stream", said)
+    with contextlib.redirect_stdout(said):
+        make(max_epochs=2, project_dir="run").fit(
+            LineOfAnotherRate(), DataLoader(data(), batch_size=2), ckpt_path="auto"
+        )
+    text = said.getvalue()
+    assert 0 <= text.index("Resuming from ") < text.index("lr of SGD stays 0.1, not 0.2")
 
 
 def test_a_sampler_with_its_own_generator_is_resumed():

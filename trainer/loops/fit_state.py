@@ -612,7 +612,7 @@ def load_datamodule(datamodule: Any, path: Path) -> None:
 
 
 def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
-    """Restore a fit from a checkpoint.
+    """Restore a fit from a checkpoint, and print where it resumes.
 
     Args:
         run: The fit at its start.
@@ -634,6 +634,11 @@ def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
             f"{path} holds only weights, so no run can resume from it. To start a new run with "
             "these weights, pass its path as ckpt_path, with another project_dir."
         )
+    epoch, step = reader.manifest["epoch"] + 1, reader.manifest["step"]  # from 1, as everywhere
+    # Before the warnings about what differs from it.
+    run.context.accelerator.print(
+        f"Resuming from {path} (epoch {epoch}, update {step}).", flush=True
+    )
     state, record = reader.tree(TRAINER), reader.tree(RECORD)
     # Each process needs a share of what whole files hold.
     later = run.engine.parallel.divides_state

@@ -400,7 +400,7 @@ def _finished_on_error(recorder: Recorder) -> Iterator[None]:
 
 
 def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
-    """Restore a fit from a checkpoint, on all ranks or none, and print where it resumes.
+    """Restore a fit from a checkpoint, on all ranks or none, and print if nothing is left to do.
 
     Args:
         run: The fit.
@@ -416,7 +416,6 @@ def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
     # Only after loading has succeeded: the checkpoint may not match the run.
     if back and context.project.leave_branch(chosen, context.folders, offset):
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
-    epoch, step = run.counters.shown_epoch, run.counters.global_step
     why = ""
     if context.length.reached(run.counters, run.seconds):
         length = context.length
@@ -426,13 +425,11 @@ def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
             "max_time": length.max_seconds,
         }
         names = " or ".join(name for name, limit in limits.items() if limit is not None)
-        why = f" Nothing is left to do: the Trainer's {names} is reached."
+        why = f"the Trainer's {names} is reached."
     elif run.stopping.decided():
-        why = (
-            " Nothing is left to do: the run stopped there. To train further, pass the "
-            "checkpoint's path as ckpt_path."
-        )
-    context.accelerator.print(f"Resuming from {chosen} (epoch {epoch}, update {step}).{why}")
+        why = "the run stopped there. To train further, pass the checkpoint's path as ckpt_path."
+    if why:
+        context.accelerator.print(f"Nothing is left to do: {why}")
     return offset
 
 

@@ -118,6 +118,57 @@ def test_the_note_says_where_a_fit_failed(where):
     assert error.__notes__[0].split(": ")[0] == where
 
 
+class Lacks(Dataset):
+    """Ten samples, one of which cannot be read."""
+
+    def __init__(self, index):
+        self.index = index
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == self.index:
+            raise RuntimeError("wrong file")
+        return torch.ones(2)
+
+
+class FailsLater(Line):
+    """Fails at the beginning of its second epoch."""
+
+    def on_train_epoch_start(self):
+        if self.trainer.current_epoch == 1:
+            raise RuntimeError("wrong epoch")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("lacks", [0, 3, 6, 9])
+def test_the_note_names_the_batch_that_cannot_be_read(lacks, workers):
+    broken = DataLoader(Lacks(lacks), batch_size=2, num_workers=workers)
+    error = fails(lambda: quiet().fit(Line(), broken))
+    batch = lacks // 2  # read before the update of the batch before it
+    place = f"fit, epoch 1, after update {batch}, reading batch {batch}"
+    assert error.__notes__[-1].split(": ")[0] == place
+    error = fails(lambda: quiet().fit(Line(), loader(), broken))
+    place = f"fit, sanity check, reading validation batch {batch}"
+    if batch > 1:
+        place = f"fit, epoch 1, after update 2, reading validation batch {batch}"
+    assert error.__notes__[-1].split(": ")[0] == place
+
+
+def test_the_note_names_the_batch_that_a_resumed_run_cannot_read():
+    stops = Trainer(max_steps=2, progress_bar=False, project_dir="run")
+    stops.fit(Line(), DataLoader(Lacks(None), batch_size=2))
+    error = fails(lambda: quiet().fit(Line(), DataLoader(Lacks(7), batch_size=2), ckpt_path="auto"))
+    assert error.__notes__[-1].startswith("fit, epoch 1, after update 3, reading batch 3: ")
+
+
+def test_the_note_names_no_batch_of_an_earlier_epoch():
+    trainer = Trainer(max_epochs=2, progress_bar=False, project_dir="run")
+    error = fails(lambda: trainer.fit(FailsLater(), loader()))
+    assert error.__notes__[0].startswith("fit, epoch 2, after update 2: ")
+
+
 def test_evaluations_hide_frames_too():
     error = fails(lambda: quiet().test(Fails(), loader()))
     assert functions_of(error) == ["fails", "<lambda>", "call", "test_step"]  # `suggest_arguments`

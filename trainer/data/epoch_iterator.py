@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -129,22 +130,40 @@ def absent_batches(
         yield GlobalBatch(False, None, 0, *counts, ended=ended)
 
 
-def lookahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
+def _ignore(number: int | None) -> None:
+    """Do nothing."""
+
+
+def lookahead(
+    items: Iterable[T], reads: Callable[[int | None], None] = _ignore
+) -> Generator[tuple[T, T | None], None, None]:
     """Yield each item together with the next one, which is None after the last item.
 
     If prefetching the next item raises an error, the current item is yielded first, with itself as
     the next one, so that it does not look like the last.
+
+    Args:
+        items: The items.
+        reads: Called with the number of the item that is read next, or whose error is raised; and
+            with None when it has been read.
     """
-    iterator = iter(items)
+    iterator, number = iter(items), 0
+    reads(0)
     current = next(iterator, None)
     while current is not None:
+        number += 1
+        reads(number)
         try:
             following = next(iterator, None)
         except Exception:
+            reads(None)
             yield current, current
+            reads(number)
             raise
+        reads(None)
         yield current, following
         current = following
+    reads(None)
 
 
 class EpochIterator:
@@ -174,6 +193,8 @@ class EpochIterator:
         length: The amount of data when the latest pass began; it holds for that whole pass.
         resumed: The epoch to resume, and its amount of data; see `resume_length`.
         batches_read: The number of processes with a batch in the global batch being read.
+        reading: The number of the global batch being read, or whose error is raised, counted from
+            the beginning of the pass; None while none is read.
         dummy_batch: What this process runs where it has no batch; see `trainer.engines.lockstep`.
         weighted_by_samples: Whether losses or metrics are weighted by the samples of a batch, and
             no warning about an ambiguous number has been logged yet; None until known.
@@ -210,6 +231,7 @@ class EpochIterator:
         self._shard, self._shuffle = shard, shuffle
         self.limited_by = ""
         self.batches_read = shard.world_size
+        self.reading: int | None = None
         seed_shuffles(source, seed)
         self.dummy_batch: Any = None
         self.weighted_by_samples: bool | None = None
@@ -567,7 +589,7 @@ class EpochIterator:
         Args:
             transfer: Moves a batch to the device; called one batch ahead of its use.
         """
-        for current, following in lookahead(self.read(transfer)):
+        for current, following in lookahead(self.read(transfer), partial(setattr, self, "reading")):
             current.last = following is None
             current.next_missing = following is not None and not following.present
             ended = self.presharded and not current.present

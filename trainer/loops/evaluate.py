@@ -87,7 +87,8 @@ def evaluate(run: Run, phase: str) -> list[dict[str, float]]:
         ValueError: A loader gave no batch, or ended on some ranks before the others.
     """
     hooks, metrics, epoch_iterators = run.hooks, run.metrics, run.eval_iterators
-    scope_before = metrics.scope
+    scope_before, batch_before = metrics.scope, run.batch_idx
+    run.batch_idx = 0
     with evaluation_mode(run.module):
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()  # leaves the current training batch
@@ -104,7 +105,7 @@ def evaluate(run: Run, phase: str) -> list[dict[str, float]]:
         check_all_have_batches(run, phase, global_batches)
         read = record_epoch(run, phase)
         getattr(hooks, f"on_{phase}_end")()
-    metrics.scope = scope_before
+    metrics.scope, run.batch_idx = scope_before, batch_before
     return by_loader(read, len(epoch_iterators), metrics.loader_of)
 
 

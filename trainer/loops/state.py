@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -232,7 +232,16 @@ class Run:
         Args:
             stage: fit, validate, test or predict.
         """
-        return f"{stage}, batch {self.batch_idx}"
+        return f"{stage}, {self.reading(self.eval_iterators) or f'batch {self.batch_idx}'}"
+
+    @staticmethod
+    def reading(epoch_iterators: Iterable[EpochIterator], phase: str = "") -> str:
+        """Describe the batch that is read, which is a later one than that of the step; or ""."""
+        for each in epoch_iterators:
+            if (number := each.reading) is not None:
+                number += -(-each.start_batch // each.world_size)
+                return f"reading {phase}batch {number}"
+        return ""
 
     def should_end(self, batch_idx: int, *, aligned: bool) -> bool:  # noqa: ARG002 - an interface
         """Return whether all ranks must abandon the evaluation before this global batch."""
@@ -482,7 +491,13 @@ class FitRun(Run):
         if self.recorder.sanity_checking:
             where = f"{stage}, sanity check"
         if scope is not None and scope.phase != "train":
-            return f"{where}, {scope.phase} batch {self.batch_idx}"
+            phase = f"{scope.phase} "
+            reading = self.reading(self.eval_iterators, phase)
+            return f"{where}, {reading or f'{phase}batch {self.batch_idx}'}"
+        if reading := self.reading([self.data.epoch_iterator]):
+            return f"{where}, {reading}"
+        if counters.epoch_global_batches - self.batch_idx not in (0, 1):  # of an earlier epoch
+            return where
         return f"{where}, batch {self.batch_idx}"
 
     def own_stats(

@@ -1,1 +1,1 @@
-"""The training, evaluation and prediction loops, as functions of a `state.Run`; their set-up."""
+"""The training, evaluation and prediction loops (functions of a `state.Run`), and their set-up."""

@@ -1,9 +1,9 @@
 """Buffers, which no gradient reduction keeps equal: broadcast, kept aside, recomputed.
 
 `sync_buffers` broadcasts rank 0's buffers and untrained parameters. `update_batch_norm` recomputes
-the running statistics of batch normalisation, such as for averaged weights: they become the mean of
-the batch statistics over one epoch, as in ``torch.optim.swa_utils.update_bn``, on any number of
-processes.
+the running statistics of batch normalisation, for example for averaged weights. They become the
+mean of the batch statistics over one epoch, as in ``torch.optim.swa_utils.update_bn``, on any
+number of processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = module_logger(__name__)
 
 _AT_ONCE = 2**20  # 32-bit words hashed at a time: the hashing needs eight times their memory
 _SMALL = 2**16  # words of a parameter that is always hashed
-_LOOKED_AT = 64  # words of a larger parameter in which a change is looked for before it is hashed
+_LOOKED_AT = 64  # words of a larger parameter that are compared before it is hashed again
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's, signed
 
 
@@ -45,8 +45,8 @@ def sync_buffers(run: FitRun) -> None:
     """Broadcast rank 0's buffers and untrained parameters to all ranks; collective.
 
     This is done before an evaluation, so that all ranks evaluate the same module. It is also done
-    before a save, which holds rank 0's values: so the run continues with what a resumed run will
-    load.
+    before a save, which stores rank 0's values, so that this run continues with the same values as
+    a resumed run.
     """
     run.engine.broadcast_buffers()
     if run.world_size > 1 and not run.engine.parallel.is_model_parallel:
@@ -56,8 +56,8 @@ def sync_buffers(run: FitRun) -> None:
 class FrozenParameters:
     """Keeps parameters that are frozen, or in no optimizer, equal on all ranks.
 
-    They are compared by hashes. Only those that differ are sent, with a warning, so a large frozen
-    base model costs no communication. It is hashed once, see `_digests`.
+    They are compared by hashes. Only parameters that differ are sent, with a warning, so a large
+    frozen base model costs no communication. It is hashed only once; see `_digests`.
     """
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class FrozenParameters:
         self._warned = False
 
     def sync(self, run: FitRun) -> None:
-        """Broadcast those of rank 0 that differ; collective."""
+        """Broadcast rank 0's parameters where ranks differ; collective."""
         trained = set(map(id, parameters_of(run.optim.optimizers)))
         frozen = {
             name: parameter
             for name, parameter in bare_names(run.module, run.module.named_parameters())
             if not (parameter.requires_grad and id(parameter) in trained)
             and not is_lazy(parameter)
-            and not is_sharded(parameter)  # of which each process has its own part
+            and not is_sharded(parameter)  # each process has its own part
         }
         self._known = _digests(frozen, self._known)
         of_ranks = all_gather_object({name: digest for name, (_, digest) in self._known.items()})
@@ -97,17 +97,17 @@ class FrozenParameters:
         self._warned = True
 
 
-Digests = dict[str, tuple[tuple[object, ...], int]]  # signs of change, and the hash then
+Digests = dict[str, tuple[tuple[object, ...], int]]  # by name: (change signature, hash)
 
 
 def _digests(parameters: Mapping[str, Tensor], known: Digests) -> Digests:
-    """Return a 64-bit hash of the bits of each parameter, by name, with its signs of change.
+    """Return the change signature of each parameter, and a 64-bit hash of its bits, by name.
 
-    It depends on values and positions. Different tensors have equal hashes only by rare collision.
+    The hash depends on values and positions. Different tensors rarely have equal hashes.
 
     Args:
         parameters: The parameters.
-        known: Earlier hashes, which are taken over where there is no sign of a change.
+        known: Earlier results, which are reused for parameters with an unchanged signature.
     """
     signs = {name: _signs_of_change(parameter) for name, parameter in parameters.items()}
     kept = {
@@ -122,15 +122,15 @@ def _digests(parameters: Mapping[str, Tensor], known: Digests) -> Digests:
     }
     new = {
         name: (signs[name], int(total)) for name, total in sums.items()
-    }  # launched all: one wait
+    }  # after all kernels are launched, so that the host waits once
     return kept | new
 
 
 def _signs_of_change(parameter: Tensor) -> tuple[object, ...]:
-    """Return what differs if a parameter has changed: its memory, its version, or some values.
+    """Return the address, the version and some values of a parameter, which reveal changes.
 
-    Torch counts changes in place, but not those through ``parameter.data``, as teachers are often
-    moved. These change most values, so that it is enough to look at some.
+    Torch's version counter misses changes through ``parameter.data``, which are common in updates
+    of teacher models. They change most values, so comparing a few is enough.
     """
     words = _words(parameter)
     some = words[:: max(len(words) // _LOOKED_AT, 1)].cpu().numpy().tobytes()
@@ -142,8 +142,7 @@ def _mixed_sum(words: Tensor) -> Tensor:
     """Return the sum of the words' hashes, an int64 tensor of shape ().
 
     Each word is hashed with its position by two rounds of shift and multiplication, as in
-    SplitMix64. A sum that is linear in the words would not notice when two values are swapped, as
-    in a mask.
+    SplitMix64. A linear sum would not change if two values were swapped, for example in a mask.
 
     Args:
         words: Integers of shape (N,).
@@ -169,7 +168,7 @@ def _words(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def kept_buffers(module: nn.Module, *, besides: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Restore the buffers on exit, also replaced ones.
+    """Restore the buffers on exit, including buffers that were replaced.
 
     Args:
         module: The module.
@@ -218,10 +217,10 @@ def update_batch_norm(run: FitRun) -> None:
     """Recompute the running statistics over one epoch of the training data; collective.
 
     `training_step` runs under autocast on every batch, without a backward pass, and the modes of
-    submodules are not changed. Autograd is on, so that it may compute gradients, such as for a
-    gradient penalty. Layers in eval mode, and layers that `training_step` does not use, keep their
-    statistics. `log` does nothing. RNG states, other buffers and the states of metric objects are
-    restored.
+    submodules are not changed. Autograd is on, so that the step may compute gradients, for example
+    for a gradient penalty. Layers in eval mode, and layers that `training_step` does not use, keep
+    their statistics. `log` does nothing. RNG states, other buffers and the states of metric objects
+    are restored.
 
     Args:
         run: The fit.
@@ -307,11 +306,11 @@ def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def isolated_dummy(run: Run) -> Iterator[None]:
-    """Run a step on a dummy batch inside, which logs nothing and leaves nothing behind.
+    """Isolate a dummy batch that is run inside: it logs nothing and changes nothing.
 
     Buffers, metric objects, generators and the module's own numbers, tensors and containers are
-    restored, such as the list to which `validation_step` appends. What the step changes elsewhere,
-    it has changed. See `trainer.engines.lockstep`.
+    restored, for example a list to which `validation_step` appends. Changes outside the module
+    remain. See `trainer.engines.lockstep`.
     """
     with (
         kept_attributes(run.module),
@@ -332,12 +331,12 @@ _OF_TORCH = vars(nn.Module()).keys()
 
 @contextmanager
 def kept_attributes(module: nn.Module) -> Iterator[None]:
-    """Restore the module's attributes that are lists and other built-in containers on exit.
+    """Restore the module's attributes that are built-in containers (lists, dicts, …) on exit.
 
-    In evaluation, numbers and tensors too. They are restored when the step first calls
-    `gather_for_metrics`, if it does: what it gathers has no rows of dummy batches, and belongs into
-    the lists of all ranks. In training, what counts updates must go on alike on all ranks; in
-    manual optimisation, containers as well.
+    In evaluation, numbers and tensors are restored too. If the step calls `gather_for_metrics`,
+    everything is restored at the first call instead: gathered values have no rows of dummy batches,
+    and belong in the lists of all ranks. In training, numbers and tensors are kept, since counters
+    of updates must stay equal on all ranks; with manual optimisation, containers are kept too.
     """
     kinds: tuple[type, ...] = (int, float, Tensor, *_CONTAINERS)
     if module.training:
@@ -349,7 +348,7 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
 
     def restore() -> None:
         attributes.update(before)
-        for tensor, content in tensors:  # of an evaluation
+        for tensor, content in tensors:  # only in an evaluation
             tensor.copy_(content)
         for put_back in restorers:
             put_back()
@@ -365,7 +364,7 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
 
 
 def _restorer(value: Any) -> Callable[[], object]:
-    """Return a function that puts the present items back into a container, and those in it."""
+    """Return a function that restores the present items of a container and of nested containers."""
     if type(value) not in _CONTAINERS:
         return lambda: None
     items, inner = copy(value), value.values() if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The arguments of a Trainer: validated, completed, and what they say about a run's length."""
+"""The arguments of a Trainer, validated and completed, and the length of a run."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ class Schedule:
         return [str(self.interval), self.before._asdict()]
 
     def load_state_dict(self, state: Sequence[Any], now: Progress) -> None:
-        """Restore it; if the interval has changed, it counts from the run's progress `now`."""
+        """Restore the state; if the interval has changed, count from the run's progress `now`."""
         interval, before = state
         self.before = Progress(**before) if self.interval == Interval.parse(interval) else now
 
     def due(self, now: Progress) -> bool:
         """Return whether the event is due; call once per update.
 
-        For an interval in steps, updates at which it is not due may be left out.
+        For an interval in steps, it need not be called for updates at which the event is not due.
         """
         due = self.interval.due(self.before, now)
         if due or self.interval.unit != "seconds":
@@ -275,7 +275,7 @@ class Settings:
         _ = self.length, self._seconds  # validated here
         for name in _COUNTS:
             if (number := getattr(self, name)) is not None:
-                object.__setattr__(self, name, int(number))  # of 1e5, as many write it
+                object.__setattr__(self, name, int(number))  # users often write 1e5
 
     @property
     def length(self) -> Length:
@@ -306,7 +306,7 @@ class Settings:
         return self.max_epochs is None and self.max_steps is None
 
     def limit(self, kind: str) -> tuple[str, Limit]:
-        """Return the name and the value of the argument that limits the batches of this data."""
+        """Return the name and value of the argument that limits this kind of data."""
         name = "overfit_batches" if self.overfits(kind) else LIMITS[kind]
         return "fast_dev_run" if self.fast_dev_run else name, getattr(self, name)
 
@@ -316,10 +316,10 @@ class Settings:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
-        """Return the settings among a Trainer's arguments; `fast_dev_run` and `barebones` applied.
+        """Return the settings of a Trainer's arguments, applying `fast_dev_run` and `barebones`.
 
-        The micro-batches per update are the argument, else the accelerator's or DeepSpeed's, else
-        the default, which may come from the environment.
+        The micro-batches per update are taken from the argument, else from the accelerator or
+        DeepSpeed, else from the default, which may come from the environment.
         """
         chosen = {field.name: arguments[field.name] for field in fields(cls)}
         batches = chosen.pop("fast_dev_run")
@@ -379,7 +379,7 @@ class Settings:
 
 LEFT_OUT: dict[str, tuple[Any, ...]] = {
     # For each argument: the feature that it configures and that `barebones=True` switches off, then
-    # the values by which the argument does not request the feature. Neither does its default.
+    # the values, besides the default, that do not request the feature.
     "fast_dev_run": ("the trial run", False, 0),
     "profile": ("the profile", None),
     "callbacks": ("callbacks", None, [], ()),
@@ -445,7 +445,7 @@ def accelerator_for_trainer(
 
 
 def _accelerator_of_ours(**options: Any) -> Accelerator:
-    """Create an accelerator; its state is its own unless the script has an `Accelerator`, too."""
+    """Create an accelerator, with separate state unless the script has its own `Accelerator`."""
     before = AcceleratorState._leave_to_trainer(shares=False)
     ours = not is_initialized()
     try:
@@ -514,7 +514,7 @@ def project_dir_of(
 def with_default_callbacks(
     callbacks: Sequence[Callback] | Callback | None, *, progress_bar: bool, checkpointing: bool
 ) -> list[Callback]:
-    """Return the user's callbacks and the default ones, sorted so that those that save run last."""
+    """Return the user's and the default callbacks, sorted so that callbacks that save run last."""
     users = callback_list(callbacks)
     check_callbacks(users)
     every = [

@@ -1,4 +1,4 @@
-"""The user's loaders: checked, turned into epoch iterators, and created again every few epochs."""
+"""Checks the user's loaders, makes epoch iterators, and creates the loaders again if requested."""
 
 from __future__ import annotations
 
@@ -197,14 +197,14 @@ def make_epoch_iterators(
 
 
 def are_empty(epoch_iterators: Sequence[EpochIterator]) -> bool:
-    """Return whether no loader has a batch; False for streams, of which that is not known."""
+    """Return whether no loader has a batch; False if a dataset is iterable (unknown)."""
     return all(iterator.num_batches == 0 for iterator in epoch_iterators)
 
 
 def check_same_data(epoch_iterator: EpochIterator, which: str) -> None:
     """Raise if a loader's length or samples differ between ranks; collective.
 
-    Different lengths would deadlock them. Of different samples, most would be missing.
+    With different lengths, ranks would deadlock. With different samples, most would be skipped.
 
     Args:
         epoch_iterator: The epoch iterator of the loader.
@@ -291,10 +291,10 @@ class Origin:
 
 
 class FitLoaders:
-    """The loaders of a fit: arguments of `fit`, or from hooks, perhaps again every few epochs.
+    """The loaders of a fit, passed to `fit` or from hooks, which may be called every few epochs.
 
     Args:
-        context: What the fit is made of.
+        context: The Trainer's components.
         module: The user's module.
         train: The training loader that was passed to `fit`.
         val: The validation loaders that were passed to `fit`.
@@ -357,7 +357,7 @@ class FitLoaders:
         return asdict(self._origin)
 
     def begin_epoch(self) -> None:
-        """Keep the number of batches for the epoch that begins, as every update may need it."""
+        """Store the number of batches of the new epoch, since every update may need it."""
         self._length = self.epoch_iterator.num_batches
 
     def num_batches(self) -> int | None:
@@ -415,14 +415,14 @@ class FitLoaders:
     def reload_if_due(
         self, counters: Counters, val_iterators: list[EpochIterator]
     ) -> list[EpochIterator]:
-        """Create the loaders again if that is due in this epoch; ends the old loaders' workers.
+        """Create the loaders again if due in this epoch, and end the old loaders' workers.
 
         Args:
             counters: The run's progress.
             val_iterators: The validation epoch iterators so far.
 
         Returns:
-            Those to use from here on.
+            The iterators to use from now on.
 
         Raises:
             ValueError: A loader is empty; or there is no longer any validation data.

@@ -1,4 +1,4 @@
-"""Device transfer: batches pass the user's transfer hooks and move to the device, one ahead.
+"""Device transfer: the user's transfer hooks and the copy to the device, one batch ahead.
 
 Without user hooks the copy runs on a side stream, so that it overlaps with the computation.
 """
@@ -150,12 +150,12 @@ class DeviceTransfer:
                     source = all_gather_object(current.present).index(True)
                     sent = broadcast_object(to_host(batch), from_process=source)
                     latest = self.move(sent, dataloader_idx)
-                # Until this batch has been run, the one before it is the latest.
+                # The previous batch is the latest until this one has been run.
                 epoch_iterator.dummy_batch = latest
                 if not current.present:
                     current.batch = latest
                 elif keeps or current.next_missing or (current.last and is_stream):
-                    # A copy of its containers: the step may put other tensors into the batch's.
+                    # Copy the containers, since the step may replace tensors in the batch.
                     latest = detach(current.batch[0] if counted else current.batch)
                 yield current
                 epoch_iterator.dummy_batch = latest
@@ -224,9 +224,9 @@ class DeviceTransfer:
     ) -> Callable[[Any], Any]:
         """Return the function that applies the user's hooks and moves a batch to the device.
 
-        Like the dataset's random numbers, those of the hooks are seeded from the batch's number.
-        If the hooks used the RNG of the training, a resumed run would draw different numbers: it
-        prefetches a batch a second time that the interrupted run had prefetched already.
+        Random numbers in the hooks are seeded from the batch's number, like those of the dataset.
+        If the hooks used the training's RNG, a resumed run would draw different numbers, because it
+        prefetches a batch again that the interrupted run had already prefetched.
         """
         if self._before is None and self._after is None:
             if self._moves is None and self._dtype is None:
@@ -288,10 +288,10 @@ def _call_batch_hook(hook: Callable[..., Any] | None, batch: Any, dataloader_idx
 
 
 def items_of(current: GlobalBatch) -> tuple[Any, float]:
-    """Return this rank's batch of a training's global batch and its number of items.
+    """Return this rank's batch of a training global batch, and its number of items.
 
-    `GlobalBatch.batch` is there a pair: the batch, and what reads the result of `count_items`, or
-    None. Without a batch, it is the dummy batch alone, with 0.0 items.
+    In training, `GlobalBatch.batch` is a pair: the batch, and a function that reads the result of
+    `count_items`, or None. On a rank without a batch it is only the dummy batch, with 0.0 items.
     """
     if not current.present:
         return current.batch, 0.0
@@ -334,11 +334,11 @@ def _valid_items(items: Any) -> float:
     )
 
 
-# In the last global batch of an epoch some ranks may have no batch. They skip its hooks, so a
-# collective there would hang. It raises an error instead.
+# In the last global batch of an epoch, some ranks may have no batch. They skip its hooks, so a
+# collective in such a hook would hang. It raises an error instead.
 
 HOOK_OF_BATCH = "a hook of a batch"
-ALL_COME = "training_step or on_train_step_end"  # what all ranks call
+ALL_COME = "training_step or on_train_step_end"  # all ranks call these
 WITHOUT_ITEMS = (
     "is called in a hook of the backward pass, which does not run on a process whose batch has "
     f"no items (see count_items). Call it in {ALL_COME}."
@@ -360,7 +360,7 @@ def missing_batch_error(
     if epoch_iterator.limited_by == "fast_dev_run":  # it limits the batches of each rank
         fit = "at most the number of batches of each process"
     lacking = "rank " + ", ".join(map(str, range(batches, epoch_iterator.world_size)))
-    if epoch_iterator.presharded:  # any rank may be among them
+    if epoch_iterator.presharded:  # any rank may lack a batch
         lacking = f"{epoch_iterator.world_size - batches} of {epoch_iterator.world_size} ranks"
     return (
         f"is called in {where}, but {lacking} has no batch at this point and does not call it: "
@@ -391,7 +391,7 @@ class NoCollectives:
 
 
 def batch_hooks(hooks: Any, phase: str, epoch_iterator: EpochIterator, current: GlobalBatch) -> Any:
-    """Return the hooks of an evaluation's batch, without collectives if some ranks lack it.
+    """Return the hooks for a batch of an evaluation; they forbid collectives if some ranks lack it.
 
     Args:
         hooks: The hooks of the run.

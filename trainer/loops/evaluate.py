@@ -53,8 +53,8 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
     """Restore the buffers' values if an exit signal ends the evaluation inside.
 
-    Values are copied into the present buffers, not the buffers put back. A callback such as weight
-    averaging may have swapped buffers before, and swaps them back later.
+    Values are copied into the present buffers instead of restoring buffer objects, since a callback
+    such as weight averaging may have swapped buffers, and swaps them back later.
     """
     before = {n: buffer.clone() for n, buffer in module.named_buffers() if not is_lazy(buffer)}
     try:
@@ -71,9 +71,9 @@ def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
 def evaluate(run: Run, phase: str) -> list[dict[str, float]]:
     """Evaluate the module on the `Run.eval_iterators`, and record what it logged; collective.
 
-    The module is called without the wrapper of DDP. A rank that has no batch where others have one
-    runs a dummy batch, since the step may be collective; see `trainer.engines.lockstep`. Hooks are
-    called in the order that the docstring of `callbacks.Callback` shows.
+    The module is called without the DDP wrapper. If only other ranks have a batch, this rank runs a
+    dummy batch, since the step may be collective; see `trainer.engines.lockstep`. Hooks are called
+    in the order that the docstring of `callbacks.Callback` shows.
 
     Args:
         run: The run.
@@ -91,9 +91,9 @@ def evaluate(run: Run, phase: str) -> list[dict[str, float]]:
     run.batch_idx = 0
     with evaluation_mode(run.module):
         metrics.scope = Scope(phase, None)
-        metrics.begin_epoch_values()  # leaves the current training batch
+        metrics.begin_epoch_values()  # no longer logs for the training batch
         getattr(hooks, f"on_{phase}_start_callbacks")()
-        fits = isinstance(run, FitRun)  # an exit signal saves it, to be resumed
+        fits = isinstance(run, FitRun)  # which an exit signal saves
         with buffers_kept_if_abandoned(run.module) if fits else nullcontext():
             getattr(hooks, f"on_{phase}_start_module")()
             getattr(hooks, f"on_{phase}_epoch_start")()
@@ -112,9 +112,9 @@ def evaluate(run: Run, phase: str) -> list[dict[str, float]]:
 def record_epoch(run: Run, phase: str) -> dict[str, float]:
     """Call the epoch-end hooks of a phase and record what was logged over the epoch; collective.
 
-    The values are reduced between the module's hook and those of the callbacks, which thus see
-    them. What the callbacks log is reduced and recorded after their hooks, even if this rank has
-    none: a progress bar may be on one rank alone.
+    The values are reduced after the module's hook and before those of the callbacks, which can read
+    them. Values that callbacks log are reduced and recorded after their hooks, even if this rank
+    has no callbacks: a progress bar may exist on one rank only.
 
     Returns:
         The recorded values by name; none in a sanity check.
@@ -147,7 +147,7 @@ def evaluate_loader(
         several: Whether there are several loaders, so that steps and hooks take the index.
 
     Returns:
-        The number of global batches before this rank's data ended early, or all of them.
+        The number of global batches until this rank's data ended.
     """
     step = run.bare_step(f"{phase}_step")
     suffix = f"/dataloader_idx_{index}" if several else ""
@@ -178,7 +178,7 @@ def evaluate_loader(
 
 
 def evaluate_dummy(run: Run, step: Callable[..., Any], batch: Any, where: tuple[int, ...]) -> None:
-    """Run a step on a dummy batch; without one, the data ended here before the first batch."""
+    """Run a step on a dummy batch; None if this rank's data ended before the first batch."""
     if batch is not None:
         with isolated_dummy(run):
             step(detach(batch), *where)
@@ -190,8 +190,8 @@ def check_all_have_batches(run: Run, phase: str, global_batches: list[int]) -> N
     Args:
         run: The run.
         phase: ``"validation"`` or ``"test"``.
-        global_batches: The number of global batches that this rank had of each loader; some may be
-            known to be empty.
+        global_batches: The number of global batches that this rank had of each loader. Loaders may
+            be known to be empty.
 
     Raises:
         ValueError: There was no batch, or samples are missing; raised on all ranks.

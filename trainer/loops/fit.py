@@ -59,7 +59,7 @@ def fit(run: FitRun) -> None:
     # If the root is in train mode, submodules that the user has set to eval() stay so.
     if not run.module.training:
         run.module.train()
-    # What a resumed run's hook logged the first time is in the local record, or restored.
+    # In a resumed run, values from the first call of the hook are already recorded or restored.
     with run.metrics.muted() if counters.batches_seen > 0 else nullcontext():
         hooks.on_train_start()
     if hooks.boundary.remaining_callbacks:
@@ -72,7 +72,7 @@ def fit(run: FitRun) -> None:
     check_had_loss(run)  # the last epoch may not be complete
     restore_rng(run)
     metrics.scope = None  # no epoch follows, so no hook from here on may log
-    run.enter_boundary()  # and stay: callbacks may still save, and no update follows
+    run.enter_boundary()  # and stay there: callbacks may still save, and no update follows
     check_same_hook(run, "on_train_end")
     run.saving.pending_saves.make(run.world_size)
     if hooks.monitors_due:  # callbacks rank the final checkpoint by these values
@@ -92,7 +92,7 @@ def fit(run: FitRun) -> None:
 def check_same_hook(run: FitRun, hook: str) -> None:
     """Check that all ranks reach the same hook, instead of hanging in different collectives.
 
-    Without the check, a rank that called a collective alone in the hook before would deadlock.
+    Without the check, a rank that alone called a collective in the previous hook would deadlock.
 
     Args:
         run: The fit.
@@ -119,12 +119,12 @@ def train_epoch(run: FitRun) -> None:
     run.metrics.begin_epoch_values()
     if counters.epoch_global_batches == 0:  # else the run resumes inside the epoch
         restore_rng(run)
-        # Votes that have ended the previous epoch, or came in its last window.
+        # Drop votes that ended the previous epoch, or arrived in its last window.
         run.step_sync.latest = run.step_sync.latest._replace(epoch_votes=0.0)
         with run.saving.module_state.epoch_starts():
             run.hooks.on_train_epoch_start()
     elif run.saving.module_state.lacks_epoch_start:
-        with run.metrics.muted(), run.saving.module_state.epoch_starts():  # the first call logged
+        with run.metrics.muted(), run.saving.module_state.epoch_starts():  # already logged
             run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
     if run.world_size > 1:
@@ -215,8 +215,8 @@ def finish_update(run: FitRun) -> None:
     run.engine.mark_step()
     if run.step_sync.latest.signals:
         preempt(run)
-    # Saves that hooks request from here on need not wait for the next step sync where one more
-    # collective costs little.
+    # Saves requested by hooks from here on are exchanged at once if a collective is cheap, and
+    # otherwise with the next step sync.
     exchange_saves = counters.epoch_complete
     if run.eval_iterators and run.intervals.validation_due(run.progress()):
         exchange_saves = True
@@ -260,7 +260,7 @@ def finish_boundary(run: FitRun) -> None:
     """
     restore_rng(run)
     boundary(run, exchange_saves=True)
-    # Restored after the hooks that are called a second time.
+    # The RNG is restored after the hooks that are called a second time.
     run.saving.generators.restore_later(run.saving.generators.state_dict())
 
 
@@ -283,7 +283,7 @@ def preempt(run: FitRun) -> NoReturn:
 def preempted(run: FitRun) -> Preempted:
     """Return the exception that ends all ranks, with the exit code of the first rank that has one.
 
-    Rank 0 logs what it is, unless its own signal has been announced. Collective.
+    Rank 0 logs the reason, unless it has announced its own signal. Collective.
     """
     codes = enumerate(all_gather_object(run.stopping.exit_code()))
     rank, code = next((rank, code) for rank, code in codes if code is not None)
@@ -298,8 +298,8 @@ def preempted(run: FitRun) -> Preempted:
 def check_data_ends_together(run: FitRun) -> None:
     """Raise if the training data ended on some ranks only, before the ranks deadlock.
 
-    Only a rank whose own data have ended waits for the device: the others know that the epoch goes
-    on.
+    Only a rank whose own data have ended waits for the device; the others know that the epoch
+    continues.
 
     Raises:
         ValueError: The data ended early on some ranks; raised on all ranks. On an accelerator it is
@@ -332,7 +332,7 @@ def check_data_ends_together(run: FitRun) -> None:
 
 
 def record_step_metrics(run: FitRun) -> None:
-    """Reduce what this update logged and start the transfer to the host, to be recorded."""
+    """Reduce the values that this update logged and start their transfer to the host."""
     counters, values = run.counters, run.metrics.reduce_step()
     if run.optim.guard is not None and run.optim.guard.skipped:
         values = {**values, "skipped_updates": float(run.optim.guard.skipped)}
@@ -372,7 +372,7 @@ def validate(run: FitRun) -> None:
 
 
 def check_had_loss(run: FitRun) -> None:
-    """Check that the run has trained on something.
+    """Check that some batch had a loss.
 
     Raises:
         ValueError: No batch so far had a loss on any rank; raised on all ranks.
@@ -403,7 +403,7 @@ def end_epoch(run: FitRun) -> None:
 def sanity_check(run: FitRun) -> None:
     """Run a few validation batches before training, so that an error in them shows at once.
 
-    RNG states, metric objects and the latest values are restored afterwards, nothing is recorded.
+    RNG states, metric objects and the latest values are restored afterwards; nothing is recorded.
 
     Raises:
         Preempted: A rank received the exit signal.
@@ -418,7 +418,7 @@ def sanity_check(run: FitRun) -> None:
     try:
         with run.recorder.sanity_check():
             if steps > 0:
-                # A multiple, so that every rank has a batch.
+                # A multiple of the ranks, so that every rank has a batch.
                 rounded = steps + -steps % run.dp_size
                 for epoch_iterator in run.eval_iterators:
                     batches = epoch_iterator.num_batches

@@ -75,10 +75,10 @@ _OPTIMIZERS = ("options", "optimizers", "groups", "schedulers", OPTIMIZER)
 
 
 def parts_before_hooks(run: FitRun, dtypes: Mapping[int, torch.dtype] | None = None) -> Parts:
-    """Return what is equal on all ranks and restored before the callbacks' hooks, in that order.
+    """Return the state that is equal on all ranks and restored before the callbacks' hooks.
 
-    The module's weights come before it. The keys are those of ``trainer.json``, but for the tensors
-    of the optimizers, which are in ``optimizer.json``.
+    The module's weights are restored before it. The keys are those of ``trainer.json``, except for
+    the optimizers' tensors, which are in ``optimizer.json``. They are in the order of restoring.
 
     Args:
         run: The fit.
@@ -103,11 +103,11 @@ def shared_trees(
     run: FitRun,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what is equal on all ranks, by the stems of the files that hold it.
+    """Return the state that is equal on all ranks, by file stem.
 
     Args:
         run: The fit.
-        extra: What the ``on_save_checkpoint`` hooks have added.
+        extra: The values that ``on_save_checkpoint`` hooks have added.
     """
     tree = collect({**parts_before_hooks(run), **parts_after_hooks(run)})
     trees = {OPTIMIZER: tree.pop(OPTIMIZER), TRAINER: tree | {"extra": extra}}
@@ -118,14 +118,14 @@ def shared_trees(
 
 
 def parts_of_rank(run: FitRun) -> Parts:
-    """Return what differs between ranks, in the order of restoring: after the callbacks' hooks."""
+    """Return the state that differs between ranks, restored in order after the callbacks' hooks."""
     parts: dict[Any, Stateful] = {
         "rng": _generators(run),
         ("metrics", "counts_values"): _metrics(run),
         "stream": _stream(run.data.epoch_iterator),
         (): _engine(run.engine),
     }
-    if not run.module.automatic_optimization:  # only there are gradients alive at a boundary
+    if not run.module.automatic_optimization:  # otherwise there are no gradients at a boundary
         parts["gradients"] = _gradients(run)
     return parts
 
@@ -156,7 +156,7 @@ def _metrics(run: FitRun) -> Stateful:
         return {"metrics": metrics.state_dict(), "counts_values": parallel.is_log_primary}
 
     def load(saved: RankStates) -> None:
-        # Decisions depend on which names were logged: equal on all ranks.
+        # Decisions depend on the logged names, so they must be equal on all ranks.
         run.metrics.names.update(*(state["metrics"]["names"] for state in saved.states))
         same_shares = saved.data_size == saved.dp_size
         holds = saved.same or (parallel.is_data_primary if same_shares else run.rank == 0)
@@ -168,7 +168,7 @@ def _metrics(run: FitRun) -> Stateful:
 
 def _stream(epoch_iterator: EpochIterator) -> Stateful:
     def load(saved: RankStates) -> None:
-        # Equal on all ranks, but in presharded streams.
+        # Equal on all ranks, except for presharded streams.
         own = saved.own if saved.data_size == saved.dp_size else saved.states[0]
         epoch_iterator.resume_at(own)
 
@@ -177,7 +177,8 @@ def _stream(epoch_iterator: EpochIterator) -> Stateful:
 
 def _engine(engine: Engine) -> Stateful:
     def load(saved: RankStates) -> None:
-        # What no other part has: also of another engine, and gradients of manual optimisation.
+        # The remaining state, perhaps of another engine, including gradients of manual
+        # optimisation.
         states = [{k: v for k, v in state.items() if k != "gradients"} for state in saved.states]
         values = [value for state in states for value in state.values()]
         if any(not isinstance(value, dict) or value for value in values):
@@ -203,9 +204,9 @@ def _gradients(run: FitRun) -> Stateful:
 
 
 def parts_after_hooks(run: FitRun) -> Parts:
-    """Return what is equal on all ranks and restored last, in that order.
+    """Return the state that is equal on all ranks and restored last, in order.
 
-    The callbacks' hooks, which come before it, may have restored the data.
+    The callbacks' hooks run before it, and may restore the data.
     """
     epoch_iterator, stopping = run.data.epoch_iterator, run.stopping
     module_state = run.saving.module_state
@@ -233,7 +234,7 @@ class CallbackStates:
     """The states of the callbacks, by their keys.
 
     Args:
-        module: The user's module, whose parameters tell how averages of them are sharded.
+        module: The user's module; averages of its parameters are sharded like them.
         callbacks: The callbacks.
     """
 
@@ -245,7 +246,7 @@ class CallbackStates:
         return {callback.state_key: callback.state_dict() for callback in self._callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the states of the callbacks that were there at the save."""
+        """Restore the states of callbacks that are in the checkpoint."""
         for callback in self._callbacks:
             key = callback.state_key
             if key in state:
@@ -313,7 +314,7 @@ def save_run(
 def _parts_to_save(
     run: FitRun, request: SaveRequest, weights_only: bool
 ) -> tuple[list[StatePart], int]:
-    """Return what this process writes, and the bytes that must be free on its disk; collective.
+    """Return the parts that this process writes, and the disk space in bytes they need; collective.
 
     Raises:
         CheckpointError: The state of some rank cannot be saved; raised on all ranks.
@@ -358,7 +359,7 @@ def _parts_to_save(
 
 
 def _settle(run: FitRun) -> None:
-    """Wait for pending work, so that the state is consistent: of one update, on all ranks."""
+    """Wait for pending work, so that the state belongs to the same update on all ranks."""
     run.saving.writer.wait()
     if run.optim.guard is not None:
         run.optim.guard.read_pending()  # never save weights that non-finite gradients have updated
@@ -372,7 +373,7 @@ def _state_from_hooks(
 ) -> tuple[dict[str, Any], Weights | None]:
     """Return what the ``on_save_checkpoint`` hooks add to the checkpoint; collective.
 
-    Where they have changed the weights, return these too; see `_weights_of`.
+    If they have changed the weights, return these too; see `_weights_of`.
 
     Raises:
         CheckpointError: A hook failed on one of several ranks; raised on all ranks. With a single
@@ -401,7 +402,7 @@ def _state_from_hooks(
     else:
         group = run.saving.writer.group
         names = run_on_all_ranks(f"Saving {target}", ask, PartialState(), group)
-        # Of whole weights only the writer's count; rank_zero_only may stand above a hook.
+        # Unsharded weights are taken from the writer rank only, since a hook may be rank_zero_only.
         if run.engine.parallel.divides_state and any(each != names[0] for each in names):
             raise CheckpointError(
                 f"Saving {target} failed: on_save_checkpoint left different names in "
@@ -414,20 +415,20 @@ def _state_from_hooks(
 def apply_edits(
     edited: Mapping[str, Any], before: Mapping[str, Any], others: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make the changes of a hook to other weights of the same names.
+    """Apply a hook's changes to other weights of the same names.
 
     Args:
         edited: Weights after the hook.
-        before: The same before it.
-        others: What is left out or renamed there is so here; what is new there is taken. A copy
-            under its name counts as the same weight.
+        before: The weights before the hook.
+        others: The weights to change: entries that the hook removed, renamed or added are removed,
+            renamed or added here. A copy under the same name counts as unchanged.
     """
     names = {id(value): name for name, value in before.items()}
     return {name: others.get(names.get(id(value), name), value) for name, value in edited.items()}
 
 
 def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
-    """Start to sync the local record to disk; return a function that waits, then saves its length.
+    """Start to sync the local record to disk; return a function that waits and saves its length.
 
     The function also saves the trackers' run ids, so that a resumed run continues the same tracker
     runs.
@@ -442,7 +443,7 @@ def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
 
 
 def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
-    """Check before the first update that weights can be saved, and have space; collective.
+    """Check before the first update that the weights can be saved and fit on the disk; collective.
 
     The size of the optimizers' state is not known yet. A warning is logged if there is no space for
     twice the bytes of the trained parameters, which Adam's moments need. Uninitialised parameters
@@ -466,7 +467,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         for name, value in weights.items():
             check_weight(name, value)
         tensors = [*weights.values()]
-        if run.engine.driver is None:  # which may be collective
+        if run.engine.driver is None:  # with a driver, this may be collective
             tensors += leaves([optimizer.state_dict() for optimizer in run.optim.optimizers])
         now = _bytes_of(tensors)
         later = now + 2 * _bytes_of(p for p in run.optim.parameters.all if p.requires_grad)
@@ -488,9 +489,9 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
 
 
 def _bytes_of(values: Iterable[object]) -> int:
-    """Return the bytes of the tensors among some values, of all processes if they are sharded."""
+    """Return the bytes of the tensors among the values, over all processes if sharded."""
     tensors = (v for v in values if isinstance(v, Tensor) and not is_lazy(v))
-    # DeepSpeed partitions a parameter into parts, and leaves an empty tensor.
+    # DeepSpeed leaves an empty tensor in place of a partitioned parameter.
     return sum(getattr(v, "ds_numel", v.numel()) * v.element_size() for v in tensors)
 
 
@@ -513,7 +514,7 @@ def save_weights_alone(run: FitRun, target: Path) -> Path:
             f"{target} is not written: stage 3 of DeepSpeed has partitioned the weights, and one "
             "process cannot gather them after an error."
         )
-    # Of weights that are divided, the module's own are all that one process can reach.
+    # Of sharded weights, one process can save only its own part.
     parts = None if run.engine.parallel.divides_state else run.engine.weights.parts(run.module)
     weights = (
         bare_state_dict(run.module) if parts is None else bare_names(run.module, parts.items())
@@ -526,8 +527,8 @@ def save_weights_alone(run: FitRun, target: Path) -> Path:
 def _weights_of(run: FitRun) -> Weights:
     """Return the weights of the model's file and, if they differ, the trained weights.
 
-    A callback such as weight averaging, or a schedule-free optimizer, may give the weights for use
-    outside this run. The trained weights are then saved beside them, to resume with.
+    A callback such as weight averaging, or a schedule-free optimizer, may provide other weights for
+    use outside this run. The trained weights are then saved as well, for resuming.
 
     Raises:
         ValueError: More than one callback returns weights from `weights_to_save`.
@@ -565,7 +566,7 @@ def _manifest_of(run: FitRun) -> dict[str, Any]:
         "data_size": run.dp_size,
         "run_id": run.saving.run_id,
         "loaders": run.data.describe(),
-        "metrics": {  # only metrics of these weights, that is, of the latest update
+        "metrics": {  # only metrics of these weights, from the latest update
             name: value
             for name in run.recorder.latest
             for value, update in (run.recorder.monitored(name) or (0.0, -1),)
@@ -640,7 +641,7 @@ def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
         f"Resuming from {path} (epoch {epoch}, update {step}).", flush=True
     )
     state, record = reader.tree(TRAINER), reader.tree(RECORD)
-    # Each process needs a share of what whole files hold.
+    # Each process needs its share of files that hold whole tensors.
     later = run.engine.parallel.divides_state
     state[OPTIMIZER] = reader.tree(OPTIMIZER, later=later)
     ranks = [reader.tree(rank_stem(rank)) for rank in range(reader.manifest["world_size"])]
@@ -655,7 +656,7 @@ def load_run(run: FitRun, path: Path, *, stays_stopped: bool) -> int | None:
     trained = set(map(id, parameters_of(run.optim.optimizers)))
     trained &= set(map(id, run.module.parameters()))
     saved = reader.weights(WEIGHTS_NAME, later=later)
-    # Before the weights are loaded: it may resize buffers.
+    # Called before the weights are loaded, since it may resize buffers.
     checkpoint, weights = run.module._call_on_load_checkpoint(state["extra"], saved)
     if not trained <= set(map(id, run.module.parameters())):
         raise CheckpointError(
@@ -688,7 +689,8 @@ def _open(path: Path) -> Reader:
     """Return the reader of a checkpoint that `CheckpointFolders.choose` has verified.
 
     Raises:
-        CheckpointError: A file is missing or has another size, or it is not one of a fit.
+        CheckpointError: A file is missing or has the wrong size, or it is not a checkpoint of a
+            fit.
     """
     reader = Reader.open(path, hashes=False)
     if "step" not in reader.manifest:
@@ -705,7 +707,7 @@ def load_weights(module: TrainModule, path: Path, engine: Engine | None = None) 
     Args:
         module: The user's module.
         path: The checkpoint.
-        engine: The engine that was started with the module, if it divides layers; else None.
+        engine: The engine that was started with the module, if layers are split; else None.
 
     Returns:
         The checkpoint's manifest.

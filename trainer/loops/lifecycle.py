@@ -1,4 +1,4 @@
-"""The life of a stage: its module, datamodule and callbacks are checked, set up, and torn down."""
+"""The life cycle of a stage: check, set up and tear down its module, datamodule and callbacks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trainer.state import PartialState
 
 logger = module_logger(__name__)
 
-# Hooks whose signatures are checked, where a module, a datamodule or a callback overrides them.
+# Hooks whose signatures are checked if a module, a datamodule or a callback overrides them.
 _HOOKS = (
     *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers"),
     *(name for name in vars(Callback) if name.startswith("on_")),
@@ -60,8 +60,8 @@ class RunContext:
         callbacks: Its callbacks, in the order of calls.
         trainer: The Trainer itself, passed to hooks.
         trial_steps: The number of updates in a trial of the `Tuner`; None if this is no trial.
-        added: Callbacks that ``setup`` hooks have added; each stage calls those again.
-        may_be_empty: Whether data without a batch is left out, instead of an error.
+        added: Callbacks that ``setup`` hooks have added; each stage calls these hooks again.
+        may_be_empty: Whether loaders without a batch are skipped instead of raising an error.
         uncalled: Returns a sentence for each hook of another trainer that a module, callback or
             datamodule defines; see `uncalled_hooks`.
     """
@@ -85,8 +85,8 @@ class RunContext:
     def length(self) -> Length:
         """When a fit ends.
 
-        A trial ends earlier than its settings say: those keep the user's length, since schedulers
-        depend on it.
+        A trial ends earlier than its settings say. The settings keep the user's length, because
+        schedulers depend on it.
         """
         if self.trial_steps is not None:
             return Length(max_steps=self.trial_steps)
@@ -94,7 +94,7 @@ class RunContext:
 
     @property
     def folders(self) -> CheckpointFolders:
-        """Where the checkpoints lie: the project's folder and those of the present callbacks."""
+        """The folders with checkpoints: the project's, and those of the present callbacks."""
         savers = [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
         return self.project.folders_with(
             [saver.root for saver in savers if saver.root is not None],
@@ -105,10 +105,10 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a fit, validate, test or predict runs, once it is set up.
+    """The module, data and hooks of a fit, validate, test or predict, after set-up.
 
     Attributes:
-        context: What its run is made of.
+        context: The Trainer's components.
         name: fit, validate, test or predict.
         module: The user's module.
         datamodule: The user's datamodule, or None.
@@ -123,10 +123,10 @@ class Stage:
 
 
 def one_module(stage: str, module: Any, model: Any) -> TrainModule:
-    """Return the module that a stage was given by one of two names.
+    """Return the module that a stage received under one of two argument names.
 
     Raises:
-        TypeError: It was given by both.
+        TypeError: Both were given.
     """
     if module is not None and model is not None:
         raise TypeError(
@@ -167,9 +167,7 @@ def check_is_module(module: Any, stage: str) -> None:
             "steps pass Trainer(dynamo_backend='inductor')."
         )
     if not isinstance(module, TrainModule):
-        what = (
-            f"{reprlib.repr(module)} of type {type(module).__name__}"  # a model prints many lines
-        )
+        what = f"{reprlib.repr(module)} of type {type(module).__name__}"  # reprs of models are long
         if isinstance(module, type):
             what = f"the class {module.__name__}"
         raise TypeError(
@@ -215,10 +213,10 @@ def check_hooks(
 ) -> None:
     """Check the signatures and names of the user's hooks, and warn of likely typos in names.
 
-    All findings come in one error.
+    All problems are reported in one error.
 
     Args:
-        context: What the run is made of.
+        context: The Trainer's components.
         stage: fit, validate, test or predict.
         module: The user's module; None to check only callbacks that `setup` hooks have added.
         callbacks: The callbacks.
@@ -237,7 +235,8 @@ def check_hooks(
         except TypeError as error:
             findings.append(str(error))
 
-    # Their absence is an error that names a typo; for validation_step if there is data for it.
+    # If they are missing, the error names a likely typo; validation_step is needed if there is
+    # data.
     named = [n for n in (*_needed(stage), "validation_step") if not _defines(module, n)]
     owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
     owners += [(callback, "callback", Callback) for callback in callbacks]
@@ -263,9 +262,9 @@ def check_hooks(
 @contextmanager
 def warn_of_concurrent_runs() -> Iterator[None]:
     """Warn if another thread runs a Trainer, since both change process-wide settings of torch."""
-    current = threading.current_thread()  # its hooks may run another Trainer: no warning for that
+    current = threading.current_thread()  # its hooks may run another Trainer
     _threads.append(current)
-    if any(thread is not current and thread.is_alive() for thread in _threads):  # a fork's are dead
+    if any(thread is not current and thread.is_alive() for thread in _threads):  # a fork has none
         logger.warning(
             "Another thread of this process runs a Trainer too. Both draw from the same random "
             "generators, so neither run can be repeated or resumed exactly: run each in its own "
@@ -289,8 +288,8 @@ def stage_of(
     """Set up the module, the datamodule and the callbacks; tear them down on exit or error.
 
     Args:
-        context: What the run is made of. Its callbacks are extended by those that ``setup`` hooks
-            add, and sorted so that those that save run last.
+        context: The Trainer's components. Callbacks that ``setup`` hooks add are appended to its
+            callbacks, which are sorted so that callbacks that save run last.
         name: The stage: fit, validate, test or predict.
         module: The user's module.
         datamodule: The user's datamodule, or None.
@@ -332,7 +331,7 @@ def stage_of(
             errors = _errors_of(tear_down)
             cause = cause or next(iter(errors), None)
             errors += _errors_of([partial(finish, "failed" if errors else status, cause)])
-            # If the run itself has failed, that error is already being raised.
+            # If the run failed, its error is already being raised.
             failure = errors.pop(0) if errors and status == "finished" else None
             for other in errors:
                 logger.error("The teardown after %s failed.", name, exc_info=other)
@@ -344,7 +343,7 @@ def stage_of(
 def _attached(trainer: Any, module: TrainModule, datamodule: Any) -> Iterator[None]:
     """Set `trainer` on the module and the datamodule, and make every step accept `batch_idx`.
 
-    On exit the earlier values are restored: this may run in a hook of another Trainer.
+    On exit the earlier values are restored, since this may run in a hook of another Trainer.
     """
     steps = without_batch_idx(module)
     owns_data = isinstance(datamodule, DataModule)
@@ -382,7 +381,7 @@ def _attach_trainer(trainer: Any, module: TrainModule) -> None:
 def _set_up(context: RunContext, name: str, module: TrainModule, datamodule: Any) -> None:
     """Call the hooks of a set-up: ``prepare_data``, ``setup`` and ``configure_model``.
 
-    `setup` may add callbacks, at any position, which are then set up, too.
+    `setup` may add callbacks at any position; these are set up too.
     """
     before, done = set(map(id, context.callbacks)), set[int]()
     earlier = {added.state_key for added in context.added if id(added) in before}
@@ -419,14 +418,14 @@ def _set_up(context: RunContext, name: str, module: TrainModule, datamodule: Any
 def _drop_repeated(
     callbacks: list[Callback], before: set[int], earlier: set[str], stage: str
 ) -> None:
-    """Drop what `setup` has added again: the same object, or one with the same state key.
+    """Drop callbacks that `setup` has added again: the same object, or one with the same state key.
 
-    The one that it added in an earlier stage stays.
+    The callback added in an earlier stage stays.
 
     Args:
         callbacks: The callbacks, changed in place.
-        before: The ids of those before this stage.
-        earlier: The state keys of those that earlier stages have added.
+        before: The ids of the callbacks before this stage.
+        earlier: The state keys of callbacks that earlier stages have added.
         stage: This stage.
     """
     for callback in {id(one): one for one in callbacks}.values():
@@ -444,7 +443,7 @@ def _drop_repeated(
 
 
 def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[BaseException]:
-    """Make every call even if others raise, also KeyboardInterrupt; return the errors."""
+    """Make every call even if others raise, including KeyboardInterrupt; return the errors."""
     errors: list[BaseException] = []
     for call in calls:
         try:

@@ -1,7 +1,7 @@
 """Manual optimisation, in which ``training_step`` makes the updates.
 
-A window is one global batch. Losses are not weighted by items: gradients are a plain mean over the
-processes, which is taken when an optimizer steps.
+A window is one global batch. Losses are not weighted by items. Gradients are averaged over the
+processes, without weights, when an optimizer steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = module_logger(__name__)
 
 
 class ManualOptimization:
-    """Runs the batches of a fit in manual optimisation, and what ``training_step`` calls in them.
+    """Runs the batches of a fit in manual optimisation, and the calls of ``training_step``.
 
     Args:
         run: The fit.
@@ -112,7 +112,7 @@ class ManualOptimization:
             batch: The dummy batch; None if the data ended here before the first batch.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no dummy batch.
         """
         run = self._run
         if batch is None:
@@ -169,7 +169,7 @@ class ManualOptimization:
 
 
 def manual_of(run: FitRun) -> ManualOptimization:
-    """Return what runs the batches in manual optimisation; made once, also if a hook chose it."""
+    """Return the run's `ManualOptimization`, created once, even if a hook turns it on later."""
     if run.manual is None:
         run.manual = ManualOptimization(run)
     return run.manual

@@ -1,7 +1,7 @@
-"""What hooks set on a module beside its weights: flags and plain attributes, for checkpoints.
+"""State that hooks set on a module besides its weights: module flags and plain attributes.
 
-Module flags: which parameters are frozen and which submodules are in eval mode. A ``state_dict``
-holds neither, and a hook may have set them once, at an update that a resumed run does not repeat.
+Module flags are: which parameters are frozen and which submodules are in eval mode. A
+``state_dict`` holds neither, and a resumed run may not repeat the update at which a hook set them.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def warn_of_dropout_off(module: nn.Module) -> None:
 
 
 class ModuleState:
-    """What hooks have set on a module beside its weights: flags and plain attributes.
+    """State that hooks have set on a module besides its weights: flags and plain attributes.
 
     Args:
         module: The user's module.
-        optim: Has the accumulation, which ``on_train_epoch_start`` may set.
+        optim: Holds the accumulation, which ``on_train_epoch_start`` may set.
         warns: Whether to log differences from the checkpoint.
     """
 
@@ -82,11 +82,11 @@ class ModuleState:
         self._begun = frozen_and_eval_flags(module)
         self._ended: dict[str, list[str]] | None = None
         self._accumulation = optim.accumulation
-        # What on_train_epoch_start has set: it is not called again inside its epoch.
+        # Set by on_train_epoch_start, which a run resumed inside the epoch does not call again.
         self._of_epoch: dict[str, Any] | None = None
 
     def end(self) -> None:
-        """End the fit: later changes to the module do not belong to it."""
+        """End the fit: later changes to the module are not part of it."""
         self._ended = frozen_and_eval_flags(self._module)
 
     @property
@@ -101,8 +101,8 @@ class ModuleState:
     def load_flags(self, state: Mapping[str, Any]) -> None:
         """Set the flags that the hooks of the saved program had set.
 
-        If a flag list already differs between the starts of the two programs, the script was
-        changed in between. Its present flags are then kept.
+        If a flag list differs between the starts of the two programs, the script has changed, and
+        its present flags are kept.
         """
         begun, before, now = self._begun, state["begun"], state["now"]
         if begun["frozen"] == before["frozen"]:
@@ -123,22 +123,22 @@ class ModuleState:
 
     @contextmanager
     def epoch_starts(self) -> Iterator[None]:
-        """Note the attributes that ``on_train_epoch_start`` sets inside the block."""
+        """Record the attributes that ``on_train_epoch_start`` sets inside the block."""
         before = plain_attributes(self._module)
         yield
         self._of_epoch = (self._of_epoch or {}) | changed_attributes(self._module, before)
 
     @property
     def lacks_epoch_start(self) -> bool:
-        """Whether the checkpoint, of an earlier release, does not have what the hook has set."""
+        """Whether the checkpoint, of an earlier release, lacks the hook's attributes."""
         return self._of_epoch is None
 
     def epoch_start(self) -> dict[str, Any]:
-        """Return the attributes that the hook has set with present values, and the accumulation."""
+        """Return the accumulation, and present values of the attributes set by the hook."""
         attributes = plain_attributes(self._module) if self._of_epoch else {}
         return {
             "attributes": {
-                name: attributes.get(name, value)  # which may hold tensors now, as outputs
+                name: attributes.get(name, value)  # may hold tensors by now, such as outputs
                 for name, value in (self._of_epoch or {}).items()
             },
             "accumulation": [self._accumulation, self._optim.accumulation],
@@ -149,7 +149,7 @@ class ModuleState:
         set_attributes(self._module, state["attributes"])
         self._of_epoch = dict(state["attributes"])
         begun, now = state.get("accumulation", (None, None))
-        if begun == self._accumulation:  # else the script now asks for another number
+        if begun == self._accumulation:  # else the script now requests another number
             self._optim.accumulate(now)
 
 
@@ -158,10 +158,9 @@ _OF_TORCH = vars(nn.Module())
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's and its parts' own attributes that are plain data, by path.
+    """Return copies of the attributes of a module and its submodules that are plain data, by path.
 
-    They are numbers, texts, small tensors, or short lists or dicts of numbers and texts. They are
-    copied.
+    Plain data are numbers, strings, small tensors, and short lists or dicts of numbers and strings.
     """
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
@@ -174,7 +173,7 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Set attributes that `plain_attributes` returned, of the parts that the module has."""
+    """Set attributes that `plain_attributes` returned, on submodules that still exist."""
     parts = dict(module.named_modules())
     for place, value in attributes.items():
         path, _, name = place.rpartition(".")

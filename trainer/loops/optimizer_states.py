@@ -1,4 +1,4 @@
-"""The optimizers and schedulers of a fit in a checkpoint, found again by names and groups."""
+"""The optimizers and schedulers of a fit in a checkpoint, matched by names and groups."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OptimizerStates:
         self._collected: list[Any] | None = None
 
     def collect(self) -> None:
-        """Take the optimizers' states now, where that may be collective."""
+        """Collect the optimizers' states now, while a collective call is allowed."""
         self._collected = self._states()
 
     def _states(self) -> list[Any]:
@@ -74,7 +74,7 @@ class OptimizerStates:
             dtypes: See `trainer.optim.state.load_state`.
 
         Raises:
-            CheckpointError: `configure_optimizers` returned others than were saved.
+            CheckpointError: `configure_optimizers` returned other optimizers than were saved.
         """
         options, fingerprint = state.get("options", {}), self._fingerprint
         self._check(state)

@@ -1,9 +1,9 @@
 """Pending saves: checkpoints requested inside a gradient accumulation window.
 
-Inside a window the state is incomplete, so the save is made at the next update boundary. All ranks
-make it, even if only one requested it: saving is collective, and that rank would hang alone. The
-other ranks learn of a request by the step sync, or by a collective that is due anyway, so updates
-without a request cost nothing.
+Inside a window the state is incomplete, so the save is made at the next update boundary. Saving is
+collective, so all ranks take part even if only one requested it. The step sync, or another
+collective that is due anyway, tells the other ranks of a request, so updates without a request cost
+nothing.
 """
 
 from __future__ import annotations

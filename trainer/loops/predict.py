@@ -1,6 +1,6 @@
 """The prediction loop: one output per batch, in the order of the loader, without duplicates.
 
-Write predictions to disk: every rank streams its own, then rank 0 merges them.
+Predictions can be written to disk: every rank streams its own, then rank 0 merges them.
 
 A prediction is split into columns, each with one row per sample. Tensors and arrays go to
 safetensors files, lists of plain values (strings, labels) to JSON Lines files. Ranks exchange only
@@ -44,7 +44,7 @@ _PARTS = ".parts"
 
 
 class Column(NamedTuple):
-    """The dtype of a tensor, and the shape of one row or of all."""
+    """The dtype of a tensor, and the shape of one row or of the whole column."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -75,9 +75,9 @@ class PredictionFiles:
 
     Args:
         folder: The folder, the same on all ranks; created if missing.
-        rank: Which share of the data this process reads.
-        world_size: How many shares there are.
-        counts: Whether this process writes; False if another one reads the same data.
+        rank: The index of the data shard that this process reads.
+        world_size: The number of data shards.
+        counts: Whether this process writes; False if another process reads the same data.
         merge: Whether each rank streams into one pair of files, which `finish` merges into
             ``predictions.*`` in the order of the loader. Otherwise each batch is written to its own
             pair of files, ``batch-00000000.*``.
@@ -457,8 +457,8 @@ def predict_loader(
         keep: Whether to keep the outputs.
 
     Returns:
-        This rank's outputs (empty without `keep`), and the number of global batches before its data
-        ended early, or all of them.
+        This rank's outputs (empty without `keep`), and the number of global batches until its data
+        ended.
     """
     outputs = []
     step = run.bare_step("predict_step")

@@ -8,7 +8,7 @@ process's own clock, has the same effect, with the exit code `TIMEOUT_EXIT_CODE`
 Hard interrupt: a second Ctrl-C ends a process even if it is blocked in C code. Python runs signal
 handlers only between bytecode instructions. A process that waits in C code, such as in a collective
 for a rank that never arrives, for a device or for a disk, runs none. But the signal's number is
-written at once to the file descriptor given to `signal.set_wakeup_fd`. A thread reads it here.
+written at once to the file descriptor given to `signal.set_wakeup_fd`, which a thread reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainer.errors import TIMEOUT_EXIT_CODE, module_logger
 
 logger = module_logger(__name__)
 
-_PATIENCE = 3.0  # seconds until the main thread must have run its handler
+_PATIENCE = 3.0  # seconds within which the main thread must run its handler
 _CLOSED = 0  # no signal has this number
 
 
@@ -53,7 +53,7 @@ def hard_interrupt(
 
     Args:
         watched: The signals that have handlers.
-        heard: Set by the handler of the second signal.
+        heard: An event that the handler of the second signal sets.
         end: Ends the process; called on another thread.
     """
     reader, writer = socket.socketpair()
@@ -97,7 +97,7 @@ def end_process() -> None:
 def interactive() -> bool:
     """Return whether this is an interactive session, such as a notebook, which must not be ended.
 
-    That IPython is imported does not suffice: libraries such as W&B's SDK import it, too. Only a
+    An imported IPython is not enough, since libraries such as W&B's SDK import it too. Only a
     session has a shell.
     """
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
@@ -110,10 +110,10 @@ _LIMIT = 60.0  # seconds; the controller may be busy
 def requeue(code: int) -> None:
     """Ask SLURM to requeue this job if the run ended because of its time limit.
 
-    That is: after SIGUSR1, which ``sbatch --signal=USR1@120`` sends 120 seconds before the limit,
-    or after ``max_time``. After Ctrl-C and SIGTERM (``scancel``) the job is not requeued, since
-    somebody wants it to end. A job that SLURM preempts for another one is requeued by SLURM itself.
-    Outside SLURM nothing is done. A failure is logged.
+    The job is requeued after SIGUSR1, which ``sbatch --signal=USR1@120`` sends 120 seconds before
+    the limit, or after ``max_time``. It is not requeued after Ctrl-C and SIGTERM (``scancel``),
+    with which a user ends it. SLURM itself requeues a job that it preempts. Outside SLURM nothing
+    happens. A failure is logged.
 
     Args:
         code: The run's exit code.
@@ -251,7 +251,7 @@ class ExitVote:
 
 
 class Stopping:
-    """Who wants a fit to stop: this process, and all ranks, which learn of it at the next update.
+    """Stop requests of a fit: this process's own, and the joint decision at the next update.
 
     Args:
         exit_code: Returns the exit code once a signal or the time budget ends this process, else
@@ -265,7 +265,7 @@ class Stopping:
         self._requested = False  # by this process
         self._decided = False  # by all ranks
         self._exit_vote = ExitVote()
-        self._number = next(self._fits)  # of the fit in this program, alike on all ranks
+        self._number = next(self._fits)  # the number of the fit in this program, equal on all ranks
 
     def ignore_signals(self) -> None:
         """Leave signals and the time budget to the code after the fit."""
@@ -284,20 +284,20 @@ class Stopping:
         return 1.0 if self._requested else 0.0, 0.0 if self._exit_code() is None else 1.0
 
     def decide(self, stop: bool) -> None:
-        """Stop or go on, as all ranks have decided."""
+        """Set the joint decision: stop or continue."""
         self._decided = stop
 
     def decided(self, votes: float = 0.0) -> bool:
-        """Return whether all ranks have decided to stop, as they do once one of them votes."""
+        """Return whether all ranks have decided to stop, as they do once one votes."""
         if votes > 0:
             self._decided = True
         return self._decided
 
     def decide_at_boundary(self, stop: bool, *, step: int, world_size: int) -> None:
-        """Decide at the update boundary of a step what all ranks request there.
+        """Stop at once if all ranks request it at the update boundary of a step.
 
-        They request the same, from values that they share. If some do not, the request stays a
-        vote, as it is elsewhere: nobody leaves the loop alone.
+        Callbacks decide from shared values, so ranks normally agree. If they do not, the request
+        remains a vote for the next step sync, so no rank leaves the loop alone.
         """
         if self._decided != stop and (
             world_size == 1 or decided_by_all(f"{self._number}/{step}/{stop}")

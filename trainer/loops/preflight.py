@@ -1,8 +1,8 @@
-"""Preflight checks: what processes must agree on, and what would never be due.
+"""Preflight checks: settings that differ between ranks, and events that would never be due.
 
-Ranks must agree on arguments, optimizers and checkpoint names. Before training, these checks find
-validations that would never run, monitored metrics that would never be logged, and loaders that
-cannot be iterated twice.
+Ranks must agree on arguments, optimizers and checkpoint names. Before training, these checks also
+find validations that would never run, monitored metrics that would never be logged, and loaders
+that cannot be iterated twice.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def check_optimizer_fingerprints(options: Mapping[str, str], *, alike: bool = Tr
 
 
 def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
-    """Raise for callbacks that need what an engine keeps in parts: weights, averages.
+    """Raise for callbacks that need whole weights or averages, if the engine shards them.
 
     Raises:
         ValueError: There is such a callback.
@@ -130,10 +130,10 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
 
 
 def check_overrides(engine: Engine, module: TrainModule, hooks: HookTable) -> None:
-    """Raise for parts of the update that a module overrides, but its engine makes.
+    """Raise if a module overrides a part of the update that its engine performs itself.
 
     Raises:
-        NotImplementedError: There is such a part.
+        NotImplementedError: It overrides such a part.
     """
     overrides = hooks.module_overrides.keys() - {"lr_scheduler_step"}
     if engine.driver is not None and overrides:
@@ -179,7 +179,7 @@ def check_manual(settings: Settings) -> None:
 def check_checkpoint_names(target: str) -> None:
     """Raise if ranks give a checkpoint different names; collective.
 
-    Otherwise only the checkpoint of rank 0's name would exist.
+    Otherwise, only a checkpoint with rank 0's name would exist.
 
     Args:
         target: The name of the checkpoint.
@@ -223,7 +223,7 @@ def can_be_due(
         interval: How often something is due.
         length: The maximum length of the run.
         updates: The number of updates in the run; None if unknown.
-        epoch_iterator: That of the training data; None if epochs have different loaders.
+        epoch_iterator: The training data; None if epochs have different loaders.
         accumulation: Returns the number of micro-batches per window in a given epoch.
     """
     every = interval.every
@@ -240,7 +240,7 @@ def can_be_due(
         return True
     if length.max_epochs is not None and length.max_epochs < every:
         return False
-    # The length that a stream claims may be wrong.
+    # The length that an iterable dataset reports may be wrong.
     if length.max_steps is None or epoch_iterator is None or epoch_iterator.sampler is None:
         return True
     global_batches = epoch_iterator.num_global_batches or 0
@@ -256,7 +256,7 @@ def reaches_validation(settings: Settings, trainer: Any, epoch_iterator: EpochIt
     Args:
         settings: The Trainer's arguments.
         trainer: The Trainer, which knows the number of updates.
-        epoch_iterator: That of the training data.
+        epoch_iterator: The training data.
     """
     reloads = settings.reload_dataloaders_every_n_epochs > 0
     return can_be_due(
@@ -312,7 +312,7 @@ def warn_of_no_validation(run: FitRun) -> None:
 
 
 def warn_of_unregistered_layers(run: FitRun) -> None:
-    """Warn of layers in a plain list, which the module does not know."""
+    """Warn of layers in a plain list, which are not registered in the module."""
     known = set(run.module.modules())
     hidden = [
         f"{name}.{attribute}" if name else attribute
@@ -343,8 +343,8 @@ def check_units(run: FitRun) -> None:
 def check_one_pass_loaders(run: FitRun) -> None:
     """Raise if a loader is a one-pass iterator that the run would read more than once.
 
-    It is allowed with a limit on batches, where the next epoch reads on, and in a run that ends by
-    steps or time, which may need one pass only.
+    It is allowed with a limit on batches, where the next epoch continues reading, and in a run that
+    ends by steps or time, which may need only one pass.
 
     Args:
         run: The fit, after the checkpoint is restored.
@@ -406,7 +406,7 @@ def warn_of_shared_names(run: FitRun) -> None:
 
 
 def warn_of_missed(run: FitRun) -> None:
-    """Warn on rank 0 at the end of the fit if no validation was due, contrary to expectation."""
+    """Warn on rank 0 at the end of the fit if an expected validation was never due."""
     if run.intervals.validates and run.counters.validations == 0 and run.rank == 0:
         logger.warning(
             "The run ended before a validation was due: val_every is %s.",

@@ -1,7 +1,7 @@
-"""The profiles of a run: `Trainer(profile="simple")`, and `Trainer(profile=ProfileKwargs(...))`.
+"""The profiles of a run: `Trainer(profile="simple")` and `Trainer(profile=ProfileKwargs(...))`.
 
-The latter is `Accelerator.profile` around the run. The former shows how the time splits into parts,
-and its bottleneck.
+The first shows how much time each part takes, and the bottleneck. The second runs
+`Accelerator.profile` around the run.
 
 The methods of a run's objects (epoch iterators, engine, hooks, recorder, …) are wrapped once when
 the run begins, so a run without profiling has no overhead. At any moment exactly one part is
@@ -71,7 +71,7 @@ class HostLedger:
 
 
 class DeviceLedger:
-    """The same by the device's clock: an event is recorded in its stream at each change of parts.
+    """Like `HostLedger` by the device's clock: records a stream event at each change of parts.
 
     Kernels are charged to the part that launched them. Idle time of the device is charged to the
     part that was running on the host. Only completed events are read, so only `settle` waits for
@@ -209,7 +209,7 @@ def watch(run: Run, stopwatch: Stopwatch) -> None:
         device_transfer, global_batches=stopwatch.timed_items(DATA, device_transfer.global_batches)
     )
     _replace(device_transfer, transfer=_making(timed, TRANSFER, device_transfer.transfer))
-    _time_methods(timed, TRANSFER, device_transfer, "hand_over")  # which waits for a late copy
+    _time_methods(timed, TRANSFER, device_transfer, "hand_over")  # waits if the copy is late
     _replace(run, bare_step=_making(timed, FORWARD, run.bare_step))
     for name, hook in run.hooks.overridden():
         _replace(run.hooks, **{name: timed(f"{CALLBACKS}/{name}", hook)})
@@ -243,13 +243,13 @@ logger = module_logger(__name__)
 
 Begin = Callable[[Run, list[EpochIterator]], None]
 
-_WORTH_A_WORD = 0.1  # a second part is mentioned from this fraction of the time
+_WORTH_A_WORD = 0.1  # the second-largest part is mentioned above this fraction of the time
 _ENOUGH = 10  # updates; with fewer, the first one, which includes set-up, dominates
 _LONG_ENOUGH = 1.0  # seconds; in less time, one-off work dominates
 # Backward usually takes twice as long as forward. If it takes half of the time and more than four
 # times as long as forward, most of it is waiting for other ranks in the gradient reduction.
 _HALF, _WAITS = 0.5, 4
-_LIMITS = {  # what the report says of each part, and its advice
+_LIMITS = {  # the report's text about each part, and its advice
     DATA: ("waits for data", "{workers}do less for each sample"),
     TRANSFER: (
         "waits for batches to reach the device",

@@ -31,7 +31,7 @@ class Recorder:
     Args:
         local: The local record, ``metrics.jsonl``; a no-op object if this process does not write.
         trackers: The trackers; empty if this process does not write. A tracker that missed records,
-            such as in an outage, reads them from `local` later.
+            for example in an outage, reads them from `local` later.
         run_metadata: Writes the run metadata (start, logged warnings, end) to ``run.json``, on the
             thread of `local`.
 
@@ -70,9 +70,9 @@ class Recorder:
 
     @contextmanager
     def sanity_check(self) -> Iterator[None]:
-        """Let `record` only remember inside, and put the latest values back on exit.
+        """Let `record` only remember values inside, and restore the latest values on exit.
 
-        After an error `sanity_checking` stays: it says where the run has failed.
+        After an error `sanity_checking` stays set, to show where the run failed.
         """
         latest, updates = dict(self.latest), dict(self.updates)
         self.sanity_checking = True
@@ -175,7 +175,7 @@ class Recorder:
         return {"latest": self.latest, "updates": self.updates, "validated": self.validated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them; names of this start, as of the sanity check, stay."""
+        """Restore them; names seen since the start, such as in the sanity check, are kept."""
         self.latest.update(state["latest"])
         self.updates.update((name, state["updates"].get(name, 0)) for name in state["latest"])
         self.validated.update(state.get("validated", {}))  # missing in earlier releases
@@ -202,7 +202,7 @@ class Recorder:
             tracker.resume(run_ids.get(key), step)
 
     def begin_anew(self) -> None:
-        """Make the trackers start new runs, as the run resumes no other; called before `start`."""
+        """Make the trackers start new runs, without resuming; called before `start`."""
         for tracker in self._trackers:
             tracker.begin_anew()
 
@@ -226,8 +226,8 @@ class Recorder:
     ) -> None:
         """Start the local record and the trackers; does nothing if they are no-op objects.
 
-        A resumed run truncates the local record to its state at the checkpoint: later records are
-        written again.
+        A resumed run truncates the local record to its length at the checkpoint, since it writes
+        later records again.
 
         Args:
             configuration: The configuration, stored by the trackers.

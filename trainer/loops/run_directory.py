@@ -50,9 +50,9 @@ _CAPACITY = 1_000_000  # records in the queue; large, so that the local record d
 
 
 def _check_not_importing() -> None:
-    """Raise in a spawned process that is importing the main script, as without a main guard.
+    """Raise in a spawned process that is importing a main script without a main guard.
 
-    `multiprocessing` itself raises there only later, when a further process is started.
+    `multiprocessing` itself raises only later, when a further process is started.
 
     Raises:
         RuntimeError: This is such a process.
@@ -77,8 +77,8 @@ class Project:
         on_each_node: Whether each machine keeps checkpoints, since they share no disk.
 
     Attributes:
-        folder: The absolute path, resolved in the working directory at the start. Machines may have
-            different working directories.
+        folder: The absolute path, resolved against the working directory at the start, which may
+            differ between machines.
         checkpoints: The folder of the checkpoints.
         record: The local record of metrics.
         evaluations: The local record of evaluations outside a fit.
@@ -103,11 +103,11 @@ class Project:
     ) -> None:
         if not isinstance(folder, (str, os.PathLike, type(None))):
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
-        if folder is None:  # all ranks are here, to agree on a name; it is created when needed
+        if folder is None:  # all ranks agree on a name; the folder is created when needed
             start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
             path = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
         else:
-            path = folder  # not yet a Path, which would shorten a URL in the error
+            path = folder  # not converted to Path, which would alter a URL in the error
         self._place(absolute_path("project_dir", path))
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name
@@ -133,7 +133,7 @@ class Project:
         monitors: Sequence[tuple[str, str]],
         mirrors: Sequence[tuple[Path | None, str]] = (),
     ) -> CheckpointFolders:
-        """Return where the checkpoints lie, to choose one; see `CheckpointFolders`."""
+        """Return the folders with checkpoints; see `CheckpointFolders`."""
         return CheckpointFolders(
             own=self.checkpoints,
             of_callbacks=of_callbacks,
@@ -178,7 +178,7 @@ class Project:
         _check_not_importing()
         state, project = PartialState(), self.folder.resolve()
         locks = self._writes and is_writer_rank(state, self.on_each_node)
-        warns: dict[Path, Callable[[str], None]] = {}  # of each locked folder: publishes the run id
+        warns: dict[Path, Callable[[str], None]] = {}  # per locked folder: publishes the run id
         with ExitStack() as stack:
 
             def take() -> None:
@@ -231,10 +231,11 @@ class Project:
             if not self._writes or not is_writer_rank(state, self.on_each_node):
                 return False
             later = later_than(chosen, roots)
-            # First the record: if this is interrupted, the later checkpoints show that it is due.
+            # Copy the record first: after an interruption, the later checkpoints show that this is
+            # still due.
             if self.record.exists():
                 if not JsonlTracker(self.record).ends_record(offset or 0):
-                    self.record.rename(unused_name(self.record))  # it is not of this checkpoint
+                    self.record.rename(unused_name(self.record))  # of another run
                 elif later:
                     shutil.copy2(self.record, unused_name(self.record))
             leave_branch(chosen, later)
@@ -259,7 +260,7 @@ class Project:
             raise ValueError(
                 f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
             ) from error
-        # Of another run, like all three files.
+        # It belongs to another run, like all three files.
         if self.record.exists() or self.run_metadata.exists():
             for file in (self.record, self.evaluations, self.run_metadata):
                 if file.exists():
@@ -269,10 +270,10 @@ class Project:
         """Return the recorder; on ranks other than 0, one that writes nothing; collective.
 
         Args:
-            evaluates: Whether it is for an evaluation. Evaluations have a local record of their
-                own, because a fit that runs at the same time, or is resumed later, truncates and
-                continues ``metrics.jsonl``. If this Trainer has run a fit before, the values go to
-                the tracker runs of that fit, otherwise to new ones.
+            evaluates: Whether it is for an evaluation. Evaluations use a separate local record,
+                because a fit that runs at the same time, or is resumed later, truncates and
+                continues ``metrics.jsonl``. If this Trainer has run a fit before, values go to the
+                tracker runs of that fit, otherwise to new tracker runs.
         """
         recorders: list[Recorder] = []
         if self._writes:

@@ -56,7 +56,7 @@ class RunMetadata:
         self._path = path
         self._document: dict[str, Any] = {}
         self._failed = False
-        self._commit = git_commit(".")  # see there why not on the record's thread
+        self._commit = git_commit(".")  # not on the record's thread; `git_commit` says why
 
     def begin(self, description: dict[str, Any], step: int) -> None:
         """Append a start to the earlier starts of the same run.
@@ -119,8 +119,8 @@ class Listener(logging.Handler):
     """A logging handler that passes on warnings and errors of Cadence's loggers.
 
     It is attached from `listen` until `close`. If the user has not configured logging, Python
-    writes warnings to stderr (`logging.lastResort`), but only while a logger has no handler. As
-    this handler would suppress that, it calls `logging.lastResort` itself.
+    writes warnings to stderr (`logging.lastResort`), but only while a logger has no handler. This
+    handler would suppress that, so it calls `logging.lastResort` itself.
 
     Args:
         tell: Called with each log record, on the thread that logged it.

@@ -1,4 +1,4 @@
-"""From a Trainer's settings and a user's module to a run, in the order of the set-up.
+"""Creates a run from a Trainer's settings and a user's module, in the order of the set-up.
 
 A fit: `choose_start` finds the checkpoint, `make_fit_run` prepares the model and then its
 optimizers, since sharding replaces parameters, and `start_fit` restores the checkpoint. The hooks
@@ -89,12 +89,13 @@ def choose_start(stage: Stage, ckpt_path: Any) -> tuple[Path | None, Path | None
     starts.
 
     Args:
-        stage: What the fit runs.
+        stage: The stage.
         ckpt_path: The argument of `Trainer.fit`.
 
     Returns:
-        The checkpoint to resume from; None for a new run. And one whose weights `start_fit` loads,
-        since only an engine that divides layers can.
+        The checkpoint to resume from, or None for a new run; and a checkpoint whose weights
+        `start_fit` loads, or None. The latter is used if layers are split, since only the started
+        engine can load them.
 
     Raises:
         ValueError: The folder has another run's checkpoints, arguments differ between ranks, or
@@ -110,7 +111,7 @@ def choose_start(stage: Stage, ckpt_path: Any) -> tuple[Path | None, Path | None
     if engine.parallel.divides_state:
         check_shared_disk(context.project.on_each_node)
     check_callbacks_of(engine, context.callbacks)
-    on_all(lambda: to_manifest(stage.module), "fit")  # else it fails at the first save
+    on_all(lambda: to_manifest(stage.module), "fit")  # otherwise the first save would fail
     if ckpt_path is None:
         folders.check_fresh()
     chosen = folders.choose(ckpt_path, sweeps=True)
@@ -139,12 +140,12 @@ def make_fit_run(
     """Create the `FitRun` of a fit at its start; `start_fit` then restores the checkpoint into it.
 
     Args:
-        stage: What is run.
+        stage: The stage.
         data: The training data.
         val_iterators: The epoch iterators of the validation data.
         chosen: The checkpoint to resume from; None for a new run.
         begun: The progress with which a new run begins.
-        stopping: Who wants the run to stop.
+        stopping: Stop requests.
 
     Raises:
         ValueError: The module's optimizers or the Trainer's settings cannot be used.
@@ -176,7 +177,7 @@ def make_fit_run(
         intervals=Intervals(
             Interval.parse(settings.val_every),
             Interval.parse(settings.log_every),
-            # A trial is too short, and needs no warning.
+            # A trial is too short for these warnings.
             validates=bool(val_iterators)
             and context.trial_steps is None
             and reaches_validation(settings, context.trainer, data.epoch_iterator),
@@ -192,7 +193,7 @@ def make_fit_run(
         started=time.monotonic(),
         frozen=FrozenParameters(),
     )
-    # The search for generators must not find those of the run through a module's engine.
+    # The search for generators must not reach the run's own through a module's engine.
     itself = weakref.ref(run)
 
     def isolated() -> AbstractContextManager[None]:
@@ -205,10 +206,10 @@ def make_fit_run(
 
 
 def _engine_of_fit(stage: Stage) -> Engine:
-    """Return the engine of a fit, with the module's own ``backward`` if it has one."""
+    """Return the engine of a fit, using the module's own ``backward`` if it has one."""
     accelerator, settings = stage.context.accelerator, stage.context.settings
     module, hooks = stage.module, stage.hooks
-    # They may change gradients after the reduction.
+    # These hooks may change gradients after the reduction.
     changing_hooks = {"on_after_backward", "on_before_optimizer_step"} & dict(
         hooks.overridden()
     ).keys()
@@ -231,7 +232,7 @@ def _start_engine(stage: Stage, engine: Engine, step_sync: StepSync | None) -> N
     """Convert the module as `sync_batchnorm`, `dtype` and `mixed_precision` ask, and prepare it.
 
     Args:
-        stage: What is run.
+        stage: The stage.
         engine: The engine.
         step_sync: See `Engine.start`.
     """
@@ -286,7 +287,7 @@ def _optimization(stage: Stage, engine: Engine, epoch_iterator: EpochIterator) -
             rank=accelerator.process_index,
             manual=not automatic,
         )
-    reference = None  # the items of a full micro-batch: unknown before the first one is read
+    reference = None  # the items of a full micro-batch, unknown before the first is read
     if epoch_iterator.sampler is not None and not counts_items(module):
         reference = float(epoch_iterator.sampler.batch_size or 0) or None
     return Optimization(
@@ -318,7 +319,7 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
     Args:
         run: The fit at its start.
         chosen: The checkpoint to resume from; None for a new run.
-        weights: One whose weights a new run starts with, if they are not loaded yet.
+        weights: A checkpoint with the initial weights of a new run, if they are not loaded yet.
         ckpt_path: The argument of `Trainer.fit`.
 
     Raises:
@@ -369,7 +370,7 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
         run.saving.mirrored = folders.writes and bool(folders.mirrors)
         if run.saving.mirrored:
             on_main(lambda: run.saving.begin_mirrors(folders.mirrors, step))
-        # Not in a single-process trial: it may end while the other ranks still connect.
+        # Not in a single-process trial, which may end while the other ranks still connect.
         if run.world_size > 1:
             run.saving.writer.open()  # last: nothing can fail between this and its close
 
@@ -377,11 +378,11 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
 def _begin(run: FitRun, weights: Path | None) -> None:
     """Begin a new run: load its initial weights, if there are any, and seed the generators."""
     run.recorder.begin_anew()
-    if run.counters.global_step:  # what an earlier run was due for is not due again
+    if run.counters.global_step:  # events due in an earlier run are not due again
         run.intervals.begin(run.progress())
     if weights is not None:
         on_all(partial(load_weights, run.module, weights, run.engine), "fit")
-    if run.dp_size < run.world_size:  # parts of one model may have drawn other numbers
+    if run.dp_size < run.world_size:  # ranks that share a model may have drawn different numbers
         load_rng_state(broadcast_object(rng_state()))
     if run.dp_rank > 0:
         # Rank 0 draws the same random numbers as a single process. The other ranks are seeded
@@ -405,7 +406,7 @@ def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
     Args:
         run: The fit.
         chosen: The checkpoint.
-        back: Whether later checkpoints may exist; they are quarantined.
+        back: Whether later checkpoints may exist, which are quarantined.
 
     Returns:
         The length of the local record at that checkpoint in bytes; None if unknown.
@@ -437,7 +438,7 @@ def prepare_evaluation(stage: Stage, dataloaders: Any, ckpt_path: Any, counters:
     """Create the `Run` of validate, test or predict; collective.
 
     Args:
-        stage: What is run.
+        stage: The stage.
         dataloaders: The data loaders given by the user, or None.
         ckpt_path: The checkpoint whose weights are loaded; None for the module's present weights.
         counters: The progress of the last fit; replaced by the checkpoint's if one is loaded.
@@ -463,7 +464,7 @@ def prepare_evaluation(stage: Stage, dataloaders: Any, ckpt_path: Any, counters:
     )
     check_step(name, module, epoch_iterators)
     engine = choose_engine(context.accelerator.engine.options)
-    divides = engine.parallel.is_model_parallel  # which the saved weights are not
+    divides = engine.parallel.is_model_parallel  # the saved weights are whole
     if divides:
         _start_engine(stage, engine, None)
     if chosen is not None:

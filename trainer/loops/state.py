@@ -80,7 +80,8 @@ class Counters:
     Attributes:
         global_step: Optimizer updates so far.
         epoch: The current epoch, from 0.
-        epoch_global_batches: Global batches of the current epoch so far (one batch per rank each).
+        epoch_global_batches: Global batches of the current epoch so far. A global batch has one
+            batch per rank.
         epoch_batches: Batches in those global batches, over all processes.
         epoch_complete: Whether the current epoch is over.
         batches_seen: Micro-batches so far, over all processes.
@@ -109,7 +110,7 @@ class Counters:
         self.epoch_complete = False
 
     def count(self, micro_batch: GlobalBatch, dp_size: int) -> int | None:
-        """Count one global batch, of so many shares of the data.
+        """Count one global batch of `dp_size` data shards.
 
         Returns:
             Its samples over all ranks; None if this rank does not know them.
@@ -123,18 +124,18 @@ class Counters:
             or micro_batch.real_samples
             or micro_batch.samples * micro_batch.batches
         )
-        # A user's collate_fn may drop samples: a rank knows that only of its own batches. Batches
-        # that the dataset yields ready-made are assumed to be as large on the other ranks.
+        # A user's collate_fn may drop samples, which only the rank of the batch knows. Batches that
+        # the dataset itself assembles are assumed to have the same size on other ranks.
         return micro_batch.samples if dp_size == 1 else micro_batch.global_samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters but the one that depends on the number of processes."""
+        """Return the counters, except the one that depends on the number of processes."""
         values = asdict(self)
         del values["epoch_global_batches"]
         return values
 
     def load_state_dict(self, state: Mapping[str, Any], dp_size: int) -> None:
-        """Restore the counters, for so many shares of the data."""
+        """Restore the counters, for `dp_size` data shards."""
         vars(self).update(vars(Counters(**state)))
         self.epoch_global_batches = -(-self.epoch_batches // dp_size)
 
@@ -188,7 +189,7 @@ class Run:
         """Autocast and gradient scaler."""
         return self.context.accelerator.precision
 
-    # Of the process, and constant in a run: `dp_rank` of `dp_size` is its share of the data, see
+    # Constant in a run: this process, and its data shard, `dp_rank` of `dp_size`; see
     # `trainer.distributed.parallel`.
 
     @cached_property
@@ -208,12 +209,12 @@ class Run:
 
     @cached_property
     def dp_rank(self) -> int:
-        """Which share of the data this process reads."""
+        """The index of the data shard that this process reads."""
         return self.engine.parallel.dp_rank
 
     @cached_property
     def dp_size(self) -> int:
-        """How many shares of the data there are."""
+        """The number of data shards."""
         return self.engine.parallel.dp_size
 
     @property
@@ -250,7 +251,7 @@ class Run:
 
 @dataclass(kw_only=True)
 class Optimization:
-    """What turns gradients into updates.
+    """The optimizers, schedulers and checks that turn gradients into updates.
 
     Attributes:
         optimizers: The prepared optimizers, in the user's order.
@@ -275,7 +276,7 @@ class Optimization:
     schedulers_paused: bool = False
 
     def accumulate(self, micro_batches: int) -> None:
-        """Accumulate the gradients of so many micro-batches, from the next window on."""
+        """Set the number of micro-batches per window, from the next window on."""
         self.accumulation = micro_batches
 
     def pause_schedulers(self) -> None:
@@ -307,17 +308,17 @@ class Intervals:
         """Set `log_due` for the update in progress, which is not counted yet.
 
         Args:
-            step: Its number.
-            progress_at: Returns the progress of the run when it is done.
+            step: The number of the update.
+            progress_at: Returns the progress of the run after a given update.
         """
         every, before = self._log.interval.every, self._log.before.steps
         if self._log.interval.unit == "steps" and before // every >= step // every:
-            self.log_due = False  # without the progress, which takes longer
+            self.log_due = False  # skips computing the progress, which takes longer
         else:
             self.log_due = self._log.due(progress_at(step))
 
     def logged(self, step: int) -> None:
-        """Note that the values of an update are recorded."""
+        """Remember that the values of an update are recorded."""
         self._last_logged, self.log_due = step, False
 
     def is_logged(self, step: int) -> bool:
@@ -330,11 +331,11 @@ class Intervals:
         return self._val.due(now)
 
     def validate_again(self) -> None:
-        """Let the validation that was found due be due again, in the run that resumes."""
+        """Make the validation that was found due be due again in the resumed run."""
         self._val.before = self._before_validation
 
     def begin(self, now: Progress) -> None:
-        """Count from this progress: what was due before it is not due again."""
+        """Count intervals from this progress on."""
         self._val.before = self._log.before = now
         self._last_logged = now.steps
 
@@ -352,7 +353,7 @@ class Intervals:
 
 @dataclass(kw_only=True)
 class CheckpointState:
-    """What saving and resuming need; see `trainer.loops.fit_state`.
+    """The objects that saving and resuming need; see `trainer.loops.fit_state`.
 
     Attributes:
         writer: Writes checkpoints, also in the background.
@@ -360,9 +361,9 @@ class CheckpointState:
         run_id: Identifies the run, also in later starts that resume it.
         update_unfinished: Whether a signal ended the run before the work due after its last update,
             such as a validation; see `trainer.loops.fit.finish_update`.
-        module_state: What hooks set on the module beside its weights.
+        module_state: State that hooks set on the module besides its weights.
         generators: The random generators whose states a checkpoint holds.
-        mirrors: What uploads the checkpoints of a folder, by folder; on rank 0.
+        mirrors: The uploader of each checkpoint folder; on rank 0.
         mirrored: Whether there are mirrors; on all ranks.
     """
 
@@ -381,10 +382,11 @@ class CheckpointState:
             self.mirrors[root] = Mirror(root, Remote(url), self.run_id, step)
 
     def wait_for_uploads(self) -> None:
-        """Wait on all ranks until rank 0 has uploaded what it can; collective.
+        """Wait on all ranks until rank 0 has finished its uploads, or given up; collective.
 
-        A launcher may end all processes as soon as one has ended, and what follows a fit may be a
-        collective, in which no rank may wait for longer than its time-out. So they meet often.
+        A launcher may end all processes as soon as one ends, so all must wait. Code after the fit
+        may call a collective, whose time-out a long wait would exceed, so ranks synchronise often
+        while waiting.
 
         Raises:
             CheckpointError: The save in flight failed; raised on all ranks.
@@ -409,17 +411,17 @@ class CheckpointState:
                 mirror.close()
 
     def abandon(self) -> None:
-        """Do not wait for the save in flight nor for uploads, because the process is to end."""
+        """Do not wait for the save in flight or for uploads, because the process is ending."""
         self.writer.abandon()
         for mirror in self.mirrors.values():
             mirror.abandon()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which run it is, and whether a signal has ended it."""
+        """Return the run's id, and whether a signal ended it with work still due."""
         return {"run_id": self.run_id, "unfinished": self.update_unfinished}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the id and the signal."""
+        """Restore the run's id, and whether work is still due."""
         self.run_id, self.update_unfinished = state["run_id"], state["unfinished"]
 
 
@@ -428,16 +430,16 @@ class FitRun(Run):
     """The state of one `Trainer.fit`; `trainer.loops.setup.make_fit_run` creates it.
 
     Attributes:
-        step_sync: The step sync: sums per update what all ranks must agree on.
+        step_sync: Sums, once per update, the values that all ranks must agree on.
         optim: Optimizers, schedulers, clipping, loss weights.
         data: The loaders, which may be replaced every few epochs.
         intervals: When the run validates and logs.
-        stopping: Who wants it to stop.
-        saving: What saving and resuming need.
-        boundary_thread: The training thread while it is at an update boundary, where the update is
-            done and callbacks may save or stop; else None.
-        manual: In manual optimisation, what `training_step` calls to make updates.
-        started: `time.monotonic` in seconds when the run would have begun without a restart.
+        stopping: Stop requests.
+        saving: The objects that saving and resuming need.
+        boundary_thread: The training thread while it is at an update boundary, where callbacks may
+            save or stop; else None.
+        manual: In manual optimisation, the object through which `training_step` makes updates.
+        started: The `time.monotonic` in seconds at which the run would have begun without restarts.
         frozen: Keeps untrained parameters equal on all ranks; see `trainer.loops.buffers`.
     """
 
@@ -453,7 +455,7 @@ class FitRun(Run):
     frozen: Final[FrozenParameters]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the run has come."""
+        """Return the counters, the clock and the step sync."""
         counters = self.counters.state_dict() | {"seconds": self.seconds()}
         return {"counters": counters, **self.step_sync.state_dict()}
 
@@ -470,7 +472,7 @@ class FitRun(Run):
         self.boundary_thread = threading.get_ident()
 
     def leave_boundary(self) -> None:
-        """Go on with the next update."""
+        """Leave the update boundary, for the next update."""
         self.boundary_thread = None
 
     @property
@@ -511,19 +513,19 @@ class FitRun(Run):
         """Return this rank's step stats of a window, to be summed over all ranks.
 
         Args:
-            micro_batch: The window's last one.
+            micro_batch: The window's last global batch.
             items: The window's items on this rank.
             loss: A scalar that is finite only if all losses of the window are; None without loss.
             ends_epoch: Whether ``on_train_batch_start`` returned -1 on this rank in the window.
         """
-        # Processes that read the same data count them once.
+        # Items are counted once by processes that read the same data.
         counts = self.engine.parallel.is_data_primary
-        # Only this rank can know it: a stream is exhausted, or a dataset has ended early.
+        # Only this rank knows that its iterable dataset has ended, perhaps earlier than expected.
         is_stream = self.data.epoch_iterator.sampler is None
         ended = counts and (micro_batch.ended or (micro_batch.last and is_stream))
         guard, saving = self.optim.guard, self.saving
         stop_votes, signals = self.stopping.votes()
-        # Alone, a process reads its own clock when it needs the time.
+        # A single process reads its own clock when it needs the time.
         tells_time = self.rank == 0 and self.world_size > 1
         waiting = saving.pending_saves.waiting
         bad_losses: float | Tensor = 0.0
@@ -545,7 +547,7 @@ class FitRun(Run):
         )
 
     def should_end(self, batch_idx: int, *, aligned: bool) -> bool:
-        """Return whether any rank received the exit signal; they ask every few global batches."""
+        """Return whether any rank received the exit signal; exchanged every few batches."""
         if self.world_size == 1:
             return self.stopping.exit_code() is not None
         return self.stopping.any_rank_exits(

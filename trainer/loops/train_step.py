@@ -39,7 +39,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
 
     Args:
         run: The fit.
-        window: The global batches of the window, one per micro-batch. In the last one of the epoch
+        window: The global batches of the window, one per micro-batch. In the last one of the epoch,
             this rank may have no batch; it still takes part in the gradient reduction.
 
     Returns:
@@ -49,12 +49,12 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     weighting = run.optim.weighting
     size = weighting.micro_batches = run.optim.accumulation  # a hook may change it for the next one
     items_here = 0.0
-    # Samples of all ranks, where this rank knows them before the reduction; else None. It saves a
-    # factor computed on the device. On the CPU the reduced sum is there at once, and knows of
-    # batches that others have skipped.
+    # The samples of all ranks if this rank knows them before the reduction, else None. Knowing them
+    # saves computing a factor on the device. On the CPU the reduced sum is used, which is available
+    # at once and excludes batches that other ranks skipped.
     unknown = run.dp_size > 1 and (run.device.type == "cpu" or hooks.may_end_epoch)
     global_items = None if unknown or run.device_transfer.counts_items else 0.0
-    # Finite only if all losses of the window are. Not a sum, which may overflow.
+    # Finite only if all losses of the window are. It is not a sum, which may overflow.
     finite_probe: Tensor | None = None
     last_loss: Tensor | None = None
     ends_epoch = False  # whether on_train_batch_start returned -1 in this window, on this rank
@@ -88,7 +88,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             check_may_skip(run)
         samples = counters.count(micro_batch, run.dp_size)
         if loss is None and (trains or ends_epoch):
-            samples = None  # other ranks do not know that the batch does not count
+            samples = None  # other ranks do not know that this batch is skipped
         global_items = None if global_items is None or samples is None else global_items + samples
         stats = None
         if sync:
@@ -103,7 +103,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
                 run, micro_batch, batch, number, stats, left_out=ends_epoch
             )
         if sync:
-            metrics.items = items_here  # the weight of what is logged about the update
+            metrics.items = items_here  # the weight of values logged in the update
             window_items = window_items if global_items is None else global_items
             run.timing.call(OPTIMIZER, update, run, window_items, items_here, last_loss)
         if micro_batch.present and hooks.takes_outputs:
@@ -127,9 +127,10 @@ def zero_gradient_step(
 ) -> tuple[Any, float | Tensor]:
     """Take part in a micro-batch to which this rank contributes no gradient.
 
-    It has no batch, or ``on_train_batch_start`` has left it out: other ranks may need the passes of
-    a dummy batch, see `trainer.engines.lockstep`. Or its batch has no items (`count_items` is 0):
-    the step may still log values, which have weight 0, but its loss is a mean over nothing.
+    If this rank has no batch, or ``on_train_batch_start`` has skipped it, a dummy batch joins the
+    collectives of other ranks; see `trainer.engines.lockstep`. If its batch has no items
+    (`count_items` is 0), the step may still log values, with weight 0, but its loss is a mean over
+    no items.
 
     Args:
         run: The fit.
@@ -137,7 +138,8 @@ def zero_gradient_step(
         batch: The batch, or the dummy batch; None if the data ended here before the first one.
         number: The micro-batch's number in its window, from 1.
         stats: See `Engine.backward`.
-        left_out: Whether the batch was left out: it may not be fit to run, unlike an earlier one.
+        left_out: Whether the batch was skipped. It may be invalid, so an earlier batch is run
+            instead.
 
     Returns:
         What `training_step` returned, None if it did not run; and the result of `Engine.backward`.
@@ -179,7 +181,7 @@ def run_dummy(
 def skip_backward(run: FitRun, stats: StepStats | None) -> float | Tensor:
     """End a micro-batch without a backward pass; returns as `Engine.backward`.
 
-    If nobody else has data, gradients stay as they are: a parameter without one is not updated.
+    If no other rank has data, gradients stay unchanged; a parameter without one is not updated.
 
     Args:
         run: The fit.
@@ -193,7 +195,7 @@ def skip_backward(run: FitRun, stats: StepStats | None) -> float | Tensor:
 
 
 def check_needs_no_dummy(run: FitRun) -> None:
-    """Check that a rank without any batch may do without a dummy batch.
+    """Check that a rank that never had a batch needs no dummy batch.
 
     Raises:
         ValueError: Other ranks wait for this one in their forward pass, or in an optimizer.
@@ -234,7 +236,7 @@ def finite_probe_of(run: FitRun, finite_probe: Tensor | None, loss: Tensor) -> T
 def begin_batch(
     run: FitRun, micro_batch: GlobalBatch, batch: Any, items: float, ends_epoch: bool
 ) -> tuple[Any, Any, bool]:
-    """Begin a batch: call ``on_train_batch_start``.
+    """Begin a batch and call ``on_train_batch_start``.
 
     Args:
         run: The fit.
@@ -255,7 +257,8 @@ def begin_batch(
         backward_hooks = NoCollectives(run.hooks, WITHOUT_ITEMS)
     if micro_batch.present:
         run.metrics.begin_batch(items)
-        # A window goes on after a vote, without this rank: the other ranks need its messages.
+        # The window continues after a vote without this rank's batches, since others wait for its
+        # collectives.
         if ends_epoch or batch_hooks.on_train_batch_start(batch, run.batch_idx):
             leave_batch_out(run, micro_batch)
             ends_epoch = True
@@ -269,16 +272,16 @@ def without_collectives(run: FitRun, micro_batch: GlobalBatch) -> Any:
 
 
 def leave_batch_out(run: FitRun, micro_batch: GlobalBatch) -> None:
-    """Leave a batch out, because ``on_train_batch_start`` returned -1.
+    """Skip a batch, because ``on_train_batch_start`` returned -1.
 
-    The rank goes on as one without a batch.
+    The rank continues like one without a batch.
 
     Args:
         run: The fit.
         micro_batch: The global batch.
 
     Raises:
-        RuntimeError: Other ranks need this one for what they run.
+        RuntimeError: Other ranks run collectives that need this rank.
     """
     micro_batch.present = False
     run.metrics.leave_batch()
@@ -300,7 +303,7 @@ def check_may_skip(run: FitRun) -> None:
     A warning about a run's first batch is for those who forgot to return the loss.
 
     Raises:
-        TypeError: All ranks would have to know.
+        TypeError: The engine's passes are collective, so other ranks would hang.
     """
     if run.counters.epoch == run.counters.epoch_global_batches == 0:
         logger.warning(

@@ -1,4 +1,4 @@
-"""One update of the weights: unscale, weight, check, clip, step, and what follows from it."""
+"""One update of the weights: unscale, weight, check, clip and step, then advance schedules."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def update(
     optim = run.optim
     if optim.parameters.refresh(run.counters.epoch):
         check_parameters(run)
-    # No optimizer zeroes the gradients of parameters that none of them has. They would accumulate
-    # from update to update, and raise the total norm by which all gradients are clipped.
+    # No optimizer zeroes the gradients of parameters that it does not have. They would accumulate
+    # over updates, and increase the total norm by which all gradients are clipped.
     for parameter in optim.parameters.unused:
         parameter.grad = None
     if run.precision.scales:
@@ -49,7 +49,7 @@ def update(
     factor = optim.weighting.factor(window_items)
     if factor is not None:
         run.engine.gradients.scale_(optim.parameters.all, factor)
-    # Before the hooks, which read `Trainer.log_due`.
+    # Set before the hooks, which read `Trainer.log_due`.
     run.intervals.see_if_log_is_due(run.counters.global_step + 1, run.progress)
     for optimizer in optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
@@ -94,7 +94,8 @@ def joined(non_finite: bool | Tensor, bad_losses: float | Tensor) -> bool | Tens
     """Return whether a gradient or a loss is non-finite, without a device sync.
 
     Args:
-        non_finite: Whether a gradient is; on an accelerator a tensor of shape (), 1 or 0.
+        non_finite: Whether a gradient is non-finite; on an accelerator a tensor of shape (), 1 or
+            0.
         bad_losses: The number of ranks with a non-finite loss, above 0; a tensor, which may be 0,
             if it is not on the host yet.
 
@@ -130,14 +131,14 @@ def clip(run: FitRun) -> None:
 
 
 def step_optimizers(run: FitRun, last_loss: Tensor | None) -> list[AcceleratedOptimizer]:
-    """Let each optimizer make its update, or the module's own `optimizer_step`.
+    """Step each optimizer, through the module's `optimizer_step` if it overrides it.
 
     Args:
         run: The fit.
         last_loss: The last loss of this rank.
 
     Returns:
-        Those that an override has not left out.
+        The optimizers that an override has not skipped.
     """
     own_step = run.hooks.module_overrides.get("optimizer_step")
     if own_step is None:
@@ -188,10 +189,10 @@ def step_schedulers(
 
 
 def reduce_step_metrics(run: FitRun) -> None:
-    """Reduce what the latest update logged, for decisions that depend on it; collective.
+    """Reduce the values that the latest update logged, for decisions that need them; collective.
 
-    The values are remembered, not recorded. If they are already reduced, nothing is done. If the
-    validation after this update logged the same name, the validation's value is kept.
+    The values are remembered, not recorded. Values that are already reduced are not reduced again.
+    If the validation after this update logged the same name, the validation's value is kept.
     """
     step = run.counters.global_step
     run.recorder.flush()
@@ -214,7 +215,7 @@ def drop_gradients(run: FitRun) -> None:
 
 
 def check_parameters(run: FitRun) -> None:
-    """Check the parameters before an update, after `ParameterLists.refresh` has said so.
+    """Check the parameters before an update, if `ParameterLists.refresh` found changes.
 
     Raises:
         ValueError: See `check_unregistered_parameters`.

@@ -1,8 +1,8 @@
-"""Tensors of another process: shapes without values.
+"""Absent tensors: shapes without values, for tensors that only another process has.
 
-On a stage of a pipeline the layers of other stages have such tensors as weights. An operation that
-takes one returns one. So the code of a model runs without the layers that another process has, at
-the cost of finding shapes, and nothing that depends on them is ever taken for a number.
+On a pipeline stage, the weights of other stages' layers are absent. An operation on an absent
+tensor computes only the shape of its result, which is absent too. So a model's code runs without
+the layers of other processes, and a value that depends on them can never be read by mistake.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor
 from trainer.tree import children, leaves, map_tree
 
 _READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique"}
-# Operations whose values depend on no other tensor's.
+# Operations whose values do not depend on the input's values.
 _CONSTANT = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
 _PLAIN = (
     *(int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _KEPT = 10_000
-_RESULTS: dict[Any, Any] = {}  # of operations, by what they were given
+_RESULTS: dict[Any, Any] = {}  # results of operations, by their inputs
 _only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
 
 
 class Absent(Tensor):
-    """A tensor that another process has; see the module.
+    """A tensor that only another process has; see the module.
 
     Args:
-        like: Has its shape, strides and dtype; its values are not kept.
-        device: Where it seems to be.
+        like: A tensor with its shape, strides and dtype; the values are not kept.
+        device: The device that it reports.
     """
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device) -> Absent:
         """Return one."""
-        # Torch's notes on extending it make a tensor without memory so.
+        # The documented way to make a tensor without memory (torch's notes on extending it).
         made: Absent = Tensor._make_wrapper_subclass(
             cls,
             like.size(),
@@ -66,7 +66,7 @@ class Absent(Tensor):
         """Run an operation on shapes alone.
 
         Raises:
-            RuntimeError: It needs values, or writes into a tensor that has some.
+            RuntimeError: It needs values, or writes into a tensor that has values.
         """
         del types
         name = str(function).removeprefix("aten.").partition(".")[0]
@@ -101,7 +101,7 @@ class _Argument:
     """Stands for an argument that an operation has changed and returned.
 
     Attributes:
-        number: Its number among the tensors that the operation was given.
+        number: Its index among the operation's tensor inputs.
     """
 
     def __init__(self, number: int) -> None:
@@ -114,7 +114,7 @@ def _run_on_meta(
     """Run an operation on tensors without memory.
 
     Returns:
-        What it returned; in the place of its arguments `_Argument`.
+        Its outputs, with an `_Argument` for each output that is an input.
 
     Raises:
         RuntimeError: It needs values.
@@ -147,7 +147,7 @@ def _run_on_meta(
 
 
 def signature(tree: Any) -> Any:
-    """Return what tells apart trees with other shapes, dtypes, numbers or classes of objects."""
+    """Return a key that differs between trees with different shapes, dtypes, numbers or classes."""
     parts = children(tree)
     if parts is not None:
         return type(tree).__name__, tuple((str(key), signature(part)) for key, part in parts)
@@ -158,11 +158,11 @@ def signature(tree: Any) -> Any:
 
 
 def absent(tree: Any, device: torch.device) -> Any:
-    """Return nested containers in which absent tensors take the place of others.
+    """Return nested containers with absent tensors in place of all tensors.
 
     Args:
         tree: The containers.
-        device: Where the tensors seem to be.
+        device: The device that the absent tensors report.
     """
 
     def replaced(value: Any) -> Any:
@@ -174,7 +174,7 @@ def absent(tree: Any, device: torch.device) -> Any:
 
 @contextmanager
 def only_shapes() -> Iterator[None]:
-    """Run code inside for shapes alone: what it writes into tensors does not count."""
+    """Run the code inside only for shapes; writes into tensors are ignored."""
     token = _only_shapes.set(True)
     try:
         with torch.no_grad():

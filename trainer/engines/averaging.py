@@ -1,6 +1,6 @@
-"""Averaging gradients over the processes where no wrapper does it during backward.
+"""Average gradients over the processes where no wrapper does it during backward.
 
-Zero gradients with the layout (dense or sparse) of each parameter's real gradient.
+Also makes zero gradients with the layout (dense or sparse) of each parameter's real gradient.
 """
 
 from __future__ import annotations

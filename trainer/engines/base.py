@@ -1,18 +1,18 @@
 """The protocol of engines: how modules are placed and run, and how their gradients are reduced.
 
-An `Accelerator` has one engine, with which it prepares the models of a loop of your own. Each
-`Trainer.fit` has another, which runs the steps of its module. Loops, optimizers and
-checkpoints ask the engine, and never which engine it is.
+An `Accelerator` has one engine, which prepares models for custom loops. Each `Trainer.fit` has
+another, which runs the steps of its module. Loops, optimizers and checkpoints use this protocol,
+and never check which engine it is.
 
 To write an engine, inherit from `trainer.engines.single.SingleDevice`, override what differs, and
-pass the class as ``engine=`` to the `Trainer` or the `Accelerator`. On several processes
-`SingleDevice` sums the step stats and communicates nothing else. So the engine
+pass the class as ``engine=`` to the `Trainer` or the `Accelerator`. With several processes,
+`SingleDevice` only sums the step stats. So the engine must
 
-- makes weights and buffers equal in `start` and `prepare_module`, and buffers again in
+- make weights and buffers equal in `start` and `prepare_module`, and buffers again in
   `begin_micro_batch` and `broadcast_buffers`;
-- averages the gradients of a window in `backward` if it has `stats`. They are already weighted by
-  their items: it is a plain mean over all processes, in which a missing gradient is zero;
-- averages them in manual optimisation and in your own loops, where `backward` has no `stats`: by
+- average the gradients of a window in `backward` if `stats` is given. They are already weighted by
+  items, so this is a plain mean over all processes; a missing gradient counts as zero;
+- average them in manual optimisation and in custom loops, where `backward` has no `stats`: by
   `Gradients.average`, or in hooks of the module, which `no_sync` turns off.
 """
 
@@ -120,13 +120,13 @@ def gathered_on_first(named: Iterable[tuple[str, Any]], rank: int) -> dict[str, 
 class Gradients:
     """The gradients of an update, in the parameters' ``grad``.
 
-    Engines that keep them elsewhere, or in parts, have a subclass.
+    Engines that store or shard them differently have a subclass.
 
     Attributes:
-        average: Averages an optimizer's gradients over the processes when it steps, or when a loop
-            of your own clips them; None if backward has averaged them. It is read when the
-            optimizer is prepared: in a fit after `Engine.start`; in a loop of your own perhaps
-            before any module is.
+        average: Averages an optimizer's gradients over the processes when it steps, or when a
+            custom loop clips them; None if backward has averaged them. It is read when the
+            optimizer is prepared: in a fit after `Engine.start`, in a custom loop possibly before
+            any module is prepared.
     """
 
     average: Callable[[Optimizer], None] | None = None
@@ -168,9 +168,9 @@ class Gradients:
 
 
 class Weights:
-    """The parameters and buffers of a module, which each process has whole.
+    """The parameters and buffers of a module, unsharded on each process.
 
-    Engines whose processes have parts of them have a subclass.
+    Engines that shard them have a subclass.
     """
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Weights:
 
 
 class Engine(Protocol):
-    """How modules run.
+    """Places and runs modules, and reduces their gradients.
 
     Attributes:
         options: The arguments of the engine.
@@ -254,7 +254,7 @@ class Engine(Protocol):
         An engine that replaces parameters also replaces them in the optimizer.
         """
 
-    # -- the models of a loop of your own ----------------------------------------------------------
+    # -- models in custom loops --------------------------------------------------------------------
 
     def prepare_module(
         self,

@@ -1,10 +1,10 @@
 """``torch.compile``: for prepared models, and for the steps of a module that the Trainer runs.
 
-``torch.compile`` for a module's steps (``training_step``, …) in the Trainer.
+In the Trainer, the module's steps (``training_step``, …) are compiled.
 
-The bound method is compiled, not the module, because the Trainer does not call ``forward``. So the
-names of the parameters do not change. Batch sizes are dynamic from the start. So the compiled code
-does not depend on the batches seen before, and a resumed run has the same code as the original run.
+The bound method is compiled, not the module, because the Trainer does not call ``forward``; the
+names of the parameters stay the same. Batch sizes are dynamic from the start, so the compiled code
+does not depend on earlier batches, and a resumed run has the same code as the original run.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile repeated blocks each by itself, and whatever is beside them, in place.
+    """Compile each repeated block separately, and the remaining modules, in place.
 
-    Blocks of one class share compiled code, so that compiling takes the time of one block. See
+    Blocks of one class share compiled code, so compiling takes only the time of one block. See
     https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
 
     Args:
@@ -90,7 +90,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def _compile_each(blocks: Iterable[nn.Module], arguments: dict[str, Any]) -> list[nn.Module]:
-    """Compile modules, those of one structure to the same code; return those that were not yet."""
+    """Compile modules, sharing code between equal structures; return the newly compiled ones."""
     # The module is an argument: in a closure it would be a constant of its own code.
     call = torch.compile(_call, **arguments)
     new = [block for block in blocks if not is_compiled(block)]

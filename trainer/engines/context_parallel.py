@@ -1,9 +1,9 @@
-"""Context parallelism: processes share each sequence, so that longer ones fit.
+"""Context parallelism: processes share each sequence, so that longer sequences fit.
 
-Each process computes a contiguous part of the positions. Only attention needs the others: it
-gathers their keys and values, whose gradients are reduce-scattered (Llama Team, "The Llama 3 Herd
-of Models", 2024, section 3.3.2). A process so holds the keys and values of whole sequences, one
-layer at a time, and everything else of its part.
+Each process computes a contiguous part of the sequence. Only attention communicates: it gathers the
+keys and values of all processes, and reduce-scatters their gradients (Llama Team, "The Llama 3 Herd
+of Models", 2024, section 3.3.2). So a process holds the keys and values of whole sequences for one
+layer at a time, and all other activations only for its part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def context_parallel(
         buffers: Tensors with the same values on these processes, such as token ids, labels and
             positions. Inside the context each is this process's part of it.
         dims: The dimension of each that runs along the sequence.
-        no_restore_buffers: Those that stay parts afterwards.
+        no_restore_buffers: Buffers that stay sharded afterwards.
 
     Raises:
         ValueError: The numbers of buffers and dimensions differ, or a length is no multiple of the

@@ -226,7 +226,7 @@ class Replicas(SingleDevice):
     """
 
     _source = 0  # the process whose buffers are everybody's
-    _begins_window = False  # whether the next micro-batch does, but for the first one
+    _begins_window = False  # whether the next micro-batch does; not set for the first one
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -334,7 +334,7 @@ class Replicas(SingleDevice):
 
     # ARG002: an interface
     def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:  # noqa: ARG002
-        """Broadcast the buffers once a window: a save, which does, changes the training no more."""
+        """Broadcast the buffers once a window, so that a save, which does too, changes nothing."""
         if self._begins_window and self._sends_buffers:
             self._send_buffers()
         self._begins_window, self._source = sync, source
@@ -351,7 +351,7 @@ class Replicas(SingleDevice):
             broadcast(others, self._source)
 
     def broadcast_buffers(self) -> None:
-        """Make one process's buffers everybody's, before an evaluation or a save."""
+        """Broadcast one process's buffers to all, before an evaluation or a save."""
         broadcast(list(self.module.buffers()), self._source)
 
 

@@ -5,9 +5,9 @@ and stage 3 also the parameters, which each module gathers before its forward an
 (Rajbhandari et al., "ZeRO", SC 2020). In bf16 the module computes with bfloat16 weights, and the
 optimizer updates float32 ones.
 
-DeepSpeed's own step unscales, clips and updates at once. So factors and limits are collected here,
-and the optimizer's `step` hands them over. Windows of micro-batches are Cadence's: every backward
-pass is one inside a window for DeepSpeed, and `_end_window` reduces what is left to reduce.
+DeepSpeed's own step unscales, clips and updates in one call. So factors and limits are collected
+here and passed to DeepSpeed when the optimizer steps. Cadence manages the windows of micro-batches:
+for DeepSpeed, no backward pass ends a window, and `_end_window` reduces the remaining gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trainer.tree import LocalShards, fill_, shards_of_range
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed, so that it compiles nothing and uses this device.
+    """Import DeepSpeed without compiling extensions, for this device.
 
     Raises:
         ImportError: It is not installed.
@@ -119,7 +119,7 @@ class ZeroRedundancy(DrivesOptimizer):
             self._connect()
 
     def _connect(self) -> None:
-        """Let DeepSpeed use the process group; with one process, make one."""
+        """Let DeepSpeed use the process group, which is created for a single process."""
         self._make_group()
         self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
@@ -174,12 +174,12 @@ class ZeroRedundancy(DrivesOptimizer):
         """Partition the model and the optimizer's state.
 
         Returns:
-            The optimizer itself, with the user's groups and parameters. DeepSpeed steps a copy of
-            it, which takes the options of the groups before each step.
+            The optimizer itself, with the user's groups and parameters. DeepSpeed steps a copy,
+            which takes over the options of the groups before each step.
 
         Raises:
-            ValueError: The optimizer needs whole tensors, has parameters that the model has not, or
-                is the second one; or there is no model yet.
+            ValueError: The optimizer needs whole tensors, has parameters that are not in the model,
+                or is the second one; or there is no model yet.
         """
         self._take(optimizer)
         self._initialize(optimizer)
@@ -381,10 +381,10 @@ class ZeroRedundancy(DrivesOptimizer):
 
     @torch.no_grad()
     def _take_weights(self) -> None:
-        """Let the update begin from the weights in the model, also where they were set by hand.
+        """Make the update start from the model's weights, including weights that user code has set.
 
-        DeepSpeed updates copies, unless they would be alike. Nothing is communicated, and the
-        device is not waited for.
+        DeepSpeed updates copies, unless these would be identical. This neither communicates nor
+        waits for the device.
         """
         self._attach_weights()
         for weight, master in self._copies():
@@ -392,7 +392,7 @@ class ZeroRedundancy(DrivesOptimizer):
 
     @torch.no_grad()
     def _attach_weights(self) -> None:
-        """Put weights that were set by hand where DeepSpeed has those of the model."""
+        """Copy weights that user code has set to where DeepSpeed keeps the model's weights."""
         if self.stage == 3:
             for parameter in self._offload.persistent_parameters:
                 if not _is_empty(parameter):
@@ -413,11 +413,11 @@ class ZeroRedundancy(DrivesOptimizer):
         if self._root is not None and self.stage == 3:
             divided: list[Any] = [p for p in self._root.parameters() if hasattr(p, "ds_id")]
             for parameter in divided:
-                parameter.partition()  # drops gathered values, which are those from before
+                parameter.partition()  # drops gathered values, which are outdated
         self._gather_persistent()
 
     def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the weights that DeepSpeed updates copies of, and these."""
+        """Yield the weights of which DeepSpeed updates copies, and these copies."""
         if self._client is None:
             return
         if self.stage:
@@ -469,7 +469,7 @@ class ZeroRedundancy(DrivesOptimizer):
             part.register_state_dict_pre_hook(_refuse_empty)  # for good: they stay partitioned
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what this process holds of the state, numbered as one process numbers it."""
+        """Return this process's part of the state, numbered as in a single process."""
         state = Optimizer.state_dict(optimizer)
         state["state"] = {
             number: {
@@ -482,7 +482,7 @@ class ZeroRedundancy(DrivesOptimizer):
         return state
 
     def _is_flat(self, value: Any, flat: Tensor) -> bool:
-        """Return whether a state has a value for each one of the tensor that is updated."""
+        """Return whether a state tensor has one value for each value of the updated tensor."""
         return self.stage > 0 and isinstance(value, Tensor) and value.shape == flat.shape
 
     def _shards(self, parameter: Any, flat: Tensor, weights: Tensor | None = None) -> LocalShards:
@@ -491,7 +491,7 @@ class ZeroRedundancy(DrivesOptimizer):
         Args:
             parameter: The parameter.
             flat: The values of its group that this process updates, or a state of them.
-            weights: What the model has of those that are updated, if that is something else.
+            weights: The model's own values of this part, if they are stored separately.
         """
         start, where = self._ranges[id(parameter)]
         shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -547,7 +547,7 @@ class ZeroRedundancy(DrivesOptimizer):
 
     @torch.no_grad()
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Fill what this process holds of a state that is numbered as one process numbers it."""
+        """Load this process's part of a state that is numbered as in a single process."""
         saved = state["state"]
         Optimizer.load_state_dict(optimizer, {**state, "state": {}})
         if not any(saved.values()):
@@ -760,10 +760,10 @@ class ZeroWeights(DrivenWeights):
     _engine: ZeroRedundancy
 
     def parts(self, module: nn.Module, *, to_fill: bool = False) -> dict[str, Any]:
-        """Return what this process holds of the weights, of trained ones in float32.
+        """Return this process's part of the weights; trained weights are in float32.
 
-        They are those from which the next update begins: also those that were set in the model by
-        hand since the last one.
+        The next update starts from these, so they include weights that user code has set since the
+        last update.
         """
         engine = self._engine
         if engine._engine is not None:
@@ -780,9 +780,9 @@ class ZeroWeights(DrivenWeights):
         return _each_once(held, module)
 
     def exported_parts(self, module: nn.Module) -> dict[str, Any]:
-        """Return what this process holds of the weights for use elsewhere.
+        """Return this process's part of the weights for export.
 
-        They are those of the model, in 16 bits, if the plugin's `zero3_save_16bit_model` is True.
+        They are the model's 16-bit weights if the plugin's `zero3_save_16bit_model` is True.
         """
         engine = self._engine
         if not engine.plugin.zero3_save_16bit_model:
@@ -857,9 +857,9 @@ def _refuse_empty(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _take(weight: Tensor, master: Tensor) -> None:
-    """Give a float32 master the values of a weight that were set by hand, in place.
+    """Copy values that user code has set in a weight to its float32 master, in place.
 
-    Others equal the master, rounded to the dtype of the weight, and leave it as it is.
+    All other values equal the rounded master value, which is then kept.
     """
     if weight.dtype == master.dtype:
         master.copy_(weight)
@@ -873,7 +873,7 @@ def _take(weight: Tensor, master: Tensor) -> None:
 
 
 def _current(master: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the values from which an update begins: a copy if the weight was set by hand."""
+    """Return the values from which an update starts: a copy if user code has set the weight."""
     if weight is None or torch.equal(master.to(weight.dtype), weight.detach().to(master.device)):
         return master
     current = master.clone()
@@ -914,11 +914,11 @@ def _location() -> Mapping[str, str]:
 
 
 def _quieten(config: Mapping[str, Any]) -> None:
-    """Log DeepSpeed's warnings only, unless the configuration asks for its timers or a level."""
+    """Log only DeepSpeed's warnings, unless the configuration enables timers or sets a level."""
     options = ("log_level", "wall_clock_breakdown", "dump_state", "memory_breakdown")
     if not any(config.get(name) for name in options):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # It calls these once or more an update, and nobody but its authors can change that.
+    # DeepSpeed itself calls these in each update, so users cannot act on the warnings.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         message = f"`torch.distributed.{name}` is deprecated"
         warnings.filterwarnings("ignore", message, FutureWarning)

@@ -1,4 +1,4 @@
-"""What the engines on DeepSpeed and on megatron-core share: the library makes the updates."""
+"""The common base of the DeepSpeed and megatron-core engines, where the library steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from trainer.names import bare_names, unwrapped
 from trainer.optim.lomo import is_lomo
 from trainer.optim.schedule_free import is_schedule_free
 
-# Parts of the names of optimizers that look at norms, rows or columns of whole tensors, or at all
-# parameters together.
+# Parts of the names of optimizers that need norms, rows or columns of whole tensors, or all
+# parameters at once.
 _NEED_WHOLE_TENSORS = (
     "adafactor",
     "adamp",
@@ -42,7 +42,7 @@ _NEED_WHOLE_TENSORS = (
 
 
 class Prepared(nn.Module):
-    """What a loop of your own calls: the user's module, run by its engine.
+    """The prepared module that a custom loop calls; its engine runs the user's module.
 
     Args:
         module: The module.
@@ -65,9 +65,9 @@ class DrivesOptimizer(SingleDevice):
     """An engine that has one model and makes the updates of its optimizer.
 
     Attributes:
-        library: What makes them, for errors.
-        argument: What asks for the library, for errors.
-        dummy_scheduler: The class that stands for the schedule of the plugin.
+        library: The library's name, for errors.
+        argument: The argument that selects the library, for errors.
+        dummy_scheduler: The placeholder class for the plugin's schedule.
         plugin: The settings of the library.
         distributed_type: See `Parallel`.
         schedules: See `OptimizerDriver`.
@@ -96,7 +96,7 @@ class DrivesOptimizer(SingleDevice):
         self._undo: list[Callable[[], Any]] = []
 
     def _unsupported(self, options: EngineOptions) -> str | None:
-        """Return an option that the engine does not have, and what to do; None without any."""
+        """Return an unsupported option, and what to do instead; None if all are supported."""
         if options.mixed_precision in ("fp16", "fp8"):
             return f"mixed_precision={options.mixed_precision!r}: use 'bf16' or 'no'"
         if options.ddp_kwargs is not None and options.ddp_kwargs.comm_hook != "no":
@@ -139,9 +139,9 @@ class DrivesOptimizer(SingleDevice):
             )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return the schedule of the plugin in the place of its `dummy_scheduler`.
+        """Return the plugin's schedule in place of its `dummy_scheduler`.
 
-        In a loop of your own, each update advances that, and a schedule of DeepSpeed's classes.
+        In a custom loop, each update advances this schedule, and schedules of DeepSpeed's classes.
         """
         if isinstance(scheduler, self.dummy_scheduler):
             self._scheduled = True
@@ -160,7 +160,7 @@ class DrivesOptimizer(SingleDevice):
         """Take the optimizer of the model.
 
         Raises:
-            ValueError: It needs whole tensors, has parameters that the model has not, or is the
+            ValueError: It needs whole tensors, has parameters that are not in the model, or is the
                 second one; or there is no model yet.
         """
         name = type(optimizer).__name__
@@ -265,7 +265,7 @@ class DrivesOptimizer(SingleDevice):
         self.check_unknown_parameters()
 
     def close(self) -> None:
-        """Give the module back what the engine has replaced in it."""
+        """Restore what the engine has replaced in the module."""
         super().close()
         while self._undo:
             self._undo.pop()()
@@ -298,10 +298,10 @@ class DrivenWeights(Weights):
         return gathered_on_first(named, self._engine.options.rank)
 
     def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
-        """Notice gradients that no update has used.
+        """Check that no gradients are left that only the library holds.
 
         Raises:
-            RuntimeError: There are some, which only the library has.
+            RuntimeError: There are gradients that no update has used.
         """
         if drops_gradients:
             self._engine.optimizer_zero_grad()
@@ -315,5 +315,5 @@ class DrivenWeights(Weights):
 
 
 def trained(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return those that require gradients."""
+    """Return the parameters that require gradients."""
     return [parameter for parameter in parameters if parameter.requires_grad]

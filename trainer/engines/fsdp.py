@@ -89,7 +89,7 @@ class FullyShard(SingleDevice):
         self.options = replace(options, mesh=mesh)  # a fit's engine has the same one
         names = mesh.mesh_dim_names or ()
         shards = tuple(name for name in names if name != "tp")
-        # The mesh over which parameters are sharded and, in its first dimension, replicated.
+        # The mesh for sharding; parameters are replicated over its first dimension.
         self._data_mesh = mesh[shards]
         rank, size = rank_along(mesh, shards)
         # Processes that share sequences read the same data, and have different parts of the model.
@@ -112,17 +112,17 @@ class FullyShard(SingleDevice):
             mesh=mesh,
             forward_is_collective=True,
         )
-        # By the id of each parameter that was replaced; the old ones are kept, without their
-        # memory, so that no id recurs.
+        # Replaced parameters by id. The old ones are kept, without their memory, so that ids stay
+        # unique.
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.gradients = ShardedGradients(options, self._replaced)
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        self._ignored: list[nn.Parameter] = []  # which are frozen, and not sharded
+        self._ignored: list[nn.Parameter] = []  # frozen and not sharded
         self._roots: list[Any] = []  # which gather their parameters and those of units inside them
         self._units: list[Any] = []  # roots and the units inside them, in the same order everywhere
         self._ran: list[int] = []  # the units that ran in this window or evaluation, by index
         self._held: list[Any] = []  # torch's records of the parameters of all units
-        self._used: set[Any] = set()  # those that backward gave a gradient here, not yet reduced
+        self._used: set[Any] = set()  # parameters with a local gradient that is not yet reduced
         self.weights = ShardedWeights(options.rank, self._used)
         self._reduced: list[Any] = []  # those that had no gradient before the latest backward
         self._watches: dict[Any, Any] = {}  # handles of hooks that note which are used
@@ -134,7 +134,7 @@ class FullyShard(SingleDevice):
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Put the sharded parameters into an optimizer that was made with the whole ones.
 
-        Parameters of a module that is prepared later follow then.
+        Parameters of modules that are prepared later are replaced at that time.
 
         Raises:
             ValueError: It needs whole tensors.
@@ -205,7 +205,7 @@ class FullyShard(SingleDevice):
     def _fully_shard(self, module: nn.Module, roots: list[nn.Module], units: list[Any]) -> None:
         """Call torch's `fully_shard` on each unit and root."""
         plugin = self.plugin
-        for parameter in module.parameters():  # it takes no other strides
+        for parameter in module.parameters():  # `fully_shard` needs contiguous tensors
             if not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.contiguous()
         ignored = self._ignored_parameters(module)
@@ -217,7 +217,7 @@ class FullyShard(SingleDevice):
         }
         norms: list[Any] = []
         if arguments["mp_policy"].param_dtype is not None:
-            # Batch normalisation takes weights of the dtype of its statistics alone.
+            # Batch normalisation needs weights with the dtype of its statistics.
             sharded = {*units, *roots}
             norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
             norms = [each for each in norms if each.affine and each not in sharded]
@@ -228,11 +228,11 @@ class FullyShard(SingleDevice):
         for unit in reversed(units):  # inner ones first
             shard_unit(unit, reshard_after_forward=plugin.reshard_after_forward, **arguments)
         for root in roots:
-            # Others than the whole module may run forward without backward, and are stepped then.
+            # Inner roots may run forward without backward, and are stepped even then.
             released = None if root is module else True
             shard_unit(root, reshard_after_forward=released, **arguments)
         for part in _units_in(module):
-            # A process may leave out a parameter that others use: all reduce the same tensors.
+            # All processes must reduce the same tensors, even if one does not use a parameter.
             reduce_unused_parameters(part)
         self._prefetch(units)
 
@@ -262,12 +262,12 @@ class FullyShard(SingleDevice):
         return ignored
 
     def _units_to_shard(self, module: nn.Module) -> list[nn.Module]:
-        """Return the units, whose activations are recomputed if the plugin says so.
+        """Return the units; recompute their activations in backward if the plugin requests it.
 
-        Units that share a parameter with modules outside are left out: their parents gather it.
+        Units that share a parameter with modules outside are skipped; their parents gather it.
 
         Raises:
-            ValueError: There are none whose activations could be recomputed.
+            ValueError: Activations are to be recomputed, but there are no units.
         """
         owners: dict[int, set[int]] = {}
         for part in module.modules():
@@ -326,17 +326,17 @@ class FullyShard(SingleDevice):
             load_rng_state(states[0])
 
     def _prefetch(self, units: list[Any]) -> None:
-        """Gather the next unit's parameters while a unit runs, if the plugin says so."""
+        """Gather the next unit's parameters while a unit runs, if the plugin requests it."""
         if self.plugin.forward_prefetch:
             for unit, following in pairwise(units):
                 unit.set_modules_to_forward_prefetch([following])
 
     def _rank_0s_weights(self, module: nn.Module) -> dict[str, Tensor] | None:
-        """Make rank 0's weights everybody's, before the module is sharded; collective.
+        """Broadcast rank 0's weights before the module is sharded; collective.
 
         Returns:
-            None if it is done. If a process has tensors on the meta device: rank 0's whole weights,
-            from which `_materialise` fills the shards; {} on the other processes.
+            None if the weights were broadcast. If a process has tensors on the meta device: on rank
+            0 the whole weights, from which `_materialise` fills the shards, and {} on other ranks.
         """
         tensors = [*module.parameters(), *module.buffers()]
         on_meta = any(tensor.is_meta for tensor in tensors)
@@ -440,7 +440,7 @@ class FullyShard(SingleDevice):
                 self._undo.append(unit.register_forward_pre_hook(note, prepend=True).remove)
         self._compile_units()
         if automatic:
-            # The loss has the hook that a view of the module's own output could lose.
+            # The hook is on the loss; on the module's output, a view could lose it.
             kind = re.escape(f"FSDP2-wrapped module ({type(module).__name__}) returned a view")
             warnings.filterwarnings("ignore", kind)
             for name in STEPS:
@@ -526,7 +526,7 @@ class FullyShard(SingleDevice):
             self._reduces = sync
 
     def begin_epoch(self) -> None:
-        """Put the shards in the place of parameters that a hook has gathered."""
+        """Replace parameters that a hook has gathered by their shards."""
         self._release()
 
     def backward(
@@ -550,10 +550,10 @@ class FullyShard(SingleDevice):
         return items
 
     def _complete_windows(self) -> None:
-        """Give parameters that a window of micro-batches leaves out what torch expects of them.
+        """Prepare parameters that a window of micro-batches does not use, as torch expects.
 
-        Where it accumulates gradients in another dtype than that of the gathered parameters, it
-        fails at parameters that were never gathered, and in adding zeros of the wrong dtype.
+        If torch accumulates gradients in another dtype than that of the gathered parameters, it
+        fails at parameters that were never gathered, or adds zeros of the wrong dtype.
         """
         for unit in self._units:
             held = [
@@ -569,7 +569,7 @@ class FullyShard(SingleDevice):
                         parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
 
     def _without_gradient(self) -> list[Any]:
-        """Return the trained parameters without a gradient, and note which backward uses."""
+        """Return the trained parameters without a gradient, and record which ones backward uses."""
         without: list[Any] = []
         for held in filter(_was_gathered, self._held):
             whole = held._unsharded_param
@@ -583,7 +583,7 @@ class FullyShard(SingleDevice):
         return without
 
     def _note_use(self, held: Any, _: Tensor) -> None:
-        if not self._in_dummy:  # whose use of parameters does not count
+        if not self._in_dummy:  # its use of parameters does not count
             self._used.add(held)
 
     def _flags_of_use(self) -> list[float]:
@@ -595,7 +595,7 @@ class FullyShard(SingleDevice):
         return vector.to(self.options.device, non_blocking=True)
 
     def _drop_unused(self, counts: Tensor) -> None:
-        """Remove gradients that no process has: FSDP has made them zero, and zeros are updates.
+        """Remove gradients of unused parameters, which FSDP made zero, so they are not stepped.
 
         Args:
             counts: The sum of `_flags_of_use` over the processes. The host reads it only if this
@@ -629,7 +629,7 @@ class FullyShard(SingleDevice):
     def sync_stats(self, stats: StepStats) -> float | Tensor:
         """All-reduce the step stats of a window; compare which units ran and what was used.
 
-        Whether gradients are finite goes along, to save an all-reduce, if nothing changes them.
+        If no hook changes gradients, the finite check is included, which saves an all-reduce.
         """
         vector = self.step_sync.sync_vector(stats)
         flags = self._on_device([*self._flags_of_use(), *self._digest()])
@@ -655,7 +655,7 @@ class FullyShard(SingleDevice):
             self.gradients.checked = _as_flag(total[len(vector)])
         return self.step_sync.count(total[: len(vector)])
 
-    # -- that all processes run the same units -----------------------------------------------------
+    # -- check that all processes run the same units -----------------------------------------------
 
     def _note(self, index: int, *_: Any) -> None:
         self._ran.append(index)
@@ -674,14 +674,15 @@ class FullyShard(SingleDevice):
     def _compare(self, sums: Tensor, ran: list[int]) -> None:
         """Raise if processes ran different units; collective.
 
-        Numbers are equal only if the square of their sum is their count times the sum of squares.
+        Numbers are equal if and only if the square of their sum is their count times the sum of
+        squares.
 
         Args:
             sums: The sums of `_digest` over the processes, at the end of the tensor.
             ran: The units that ran here.
 
         Raises:
-            RuntimeError: They ran different ones: parameters of different units were mixed.
+            RuntimeError: They ran different units, so parameters of different units were mixed.
         """
         first, squares = map(int, sums[-2:].tolist())
         if first * first == self.options.world_size * squares:
@@ -734,7 +735,7 @@ class FullyShard(SingleDevice):
 
 
 class ShardedGradients(Gradients):
-    """The gradients of sharded parameters, of which each process has parts.
+    """The gradients of sharded parameters.
 
     Args:
         options: The process.
@@ -771,7 +772,7 @@ class ShardedGradients(Gradients):
         non_finite = find_non_finite(self.parts_of(parameters))
         if non_finite is None:
             return None
-        # Torch's check of sharded tensors asks only the processes that share the first one.
+        # Torch's check includes only the processes that share the first tensor.
         anywhere = torch.zeros(1, device=self._options.device) + non_finite
         sum_numbers(anywhere)
         return _as_flag(anywhere[0])
@@ -782,8 +783,8 @@ class ShardedGradients(Gradients):
     ) -> Tensor:
         """Scale the gradients to a total norm of at most `max_norm`; return the norm before.
 
-        Each process adds the norms of its parts, divided by the number of processes that have the
-        same part. So one all-reduce is enough, whatever the meshes.
+        Each process sums the norms of its parts, each divided by the number of processes with the
+        same part. So one all-reduce is enough for any meshes.
         """
         trained = self._trained(parameters)
         parts = self.parts_of(trained)
@@ -829,11 +830,11 @@ class ShardedGradients(Gradients):
 
 
 class ShardedWeights(Weights):
-    """Parameters of which each process has shards.
+    """Sharded parameters.
 
     Args:
         rank: The rank of this process.
-        used: The engine's records of parameters that backward gave a gradient.
+        used: The engine's records of parameters that have a gradient from backward.
     """
 
     def __init__(self, rank: int, used: set[Any]) -> None:
@@ -892,7 +893,7 @@ def check_takes_shards(optimizer: Optimizer, option: str) -> None:
 def disable_mixed_foreach(
     optimizer: Optimizer, updates: Callable[[Tensor], bool] = lambda _: True
 ) -> None:
-    """Let an optimizer with tensors of several meshes update one at a time: foreach needs one.
+    """Turn off foreach for tensors of several meshes, since foreach needs a single mesh.
 
     Args:
         optimizer: The optimizer.
@@ -953,10 +954,10 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _root_mesh(options: EngineOptions, plugin: FullyShardedDataParallelPlugin) -> DeviceMesh:
-    """Return the mesh of all processes: replicas, shards of one, and parts of a layer.
+    """Return the mesh of all processes: replicas, shards, and parts of layers.
 
-    Processes that share sequences are along ``"dp_shard"``; the mesh of `ParallelismConfig` has
-    them in a dimension of their own.
+    Processes that share sequences are along ``"dp_shard"``; in the mesh of `ParallelismConfig` they
+    have a separate dimension.
     """
     given = config = options.parallelism_config
     if config is None:
@@ -1025,7 +1026,7 @@ def units_of(module: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Itera
 
 
 def _by_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
-    """Yield submodules of at least so many parameters that no unit inside them holds."""
+    """Yield submodules with at least `least` parameters outside of inner units."""
     chosen: list[nn.Module] = []
 
     def rest(part: nn.Module) -> int:
@@ -1080,7 +1081,7 @@ def _initialise(module: nn.Module, function: Callable[[nn.Module], None] | None)
 
 
 def _held(unit: Any) -> Iterator[Any]:
-    """Yield torch's records of the parameters of a unit: there are no public ones."""
+    """Yield torch's private records of the parameters of a unit; there is no public API."""
     for group in fsdp_groups(unit):
         yield from group.fsdp_params
 

@@ -102,7 +102,7 @@ def join_uneven_inputs(
 
 
 class _InStep(Joinable, JoinHook):
-    """Gives all processes the window position of the last process that had a batch."""
+    """Copies the window position of the last process that had a batch to all processes."""
 
     def __init__(self, window: Window, beside: Joinable) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Lockstep: a rank without a batch runs a dummy batch, so that no collective waits for it.
 
-A forward pass may be collective: of shards, of `torch.nn.SyncBatchNorm`, of a layer of the user's
-own. So all ranks run every micro-batch. On a rank without a batch, or with one without items, its
-loss is multiplied by 0, which keeps it out of what other ranks receive in backward, and its
-gradients are replaced by zeros: infinity × 0 is NaN.
+A forward pass may be collective: with sharded parameters, `torch.nn.SyncBatchNorm`, or a custom
+layer. So all ranks run every micro-batch. On a rank without a batch, or whose batch has no items,
+the loss is multiplied by 0, so other ranks receive nothing from it in backward. Its gradients are
+replaced by zeros rather than multiplied, since infinity × 0 is NaN.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def isolated_batch_norm(module: nn.Module, *, counts: bool) -> Iterator[None]:
 
     Args:
         module: The module.
-        counts: Whether the batch counts in the statistics, as one does that only has no items.
+        counts: Whether the batch counts in the statistics, as a real batch without items does.
     """
     norms = [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]
     if not norms:

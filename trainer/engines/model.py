@@ -85,8 +85,8 @@ def prepare_model(
 def check_same_model(model: nn.Module, engine: Engine) -> None:
     """Check that all processes have the same parameters and buffers; collective.
 
-    Without it they would wait for each other where weights are split or sent. Where they are, such
-    as on the meta device, does not matter.
+    Otherwise they would hang where weights are sharded or sent. Devices may differ, including the
+    meta device.
 
     Raises:
         ValueError: Names, shapes, dtypes, what is tied or what is trained differ; raised on all

@@ -23,14 +23,14 @@ The modules:
 * ``serialization``: nested state (trees) to and from JSON and safetensors; ``objects``: one object;
 * ``weights``: a module's weights to and from safetensors, in one file or in shards with an index;
 * ``loading``: weights of any common form into a module; ``shards``: shards merged into one file;
-* ``state``: parts that have a state, saved and restored in the order of a mapping;
+* ``state``: objects with a state, saved and restored in the order of a mapping;
 * ``parts``: what one process contributes to a checkpoint, and the reader of all parts;
-* ``save``: run a step on all ranks, and raise on all if it fails on one; save a checkpoint so;
+* ``save``: run a step on all ranks, raising on all if it fails on one; save a checkpoint this way;
 * ``async_writer``: one save at a time, copied to host memory and written by a thread;
-* ``resolve``: where a checkpoint comes from: a ``ckpt_path``, the newest, a number;
+* ``resolve``: find the checkpoint meant by a ``ckpt_path`` or a number, or the newest one;
 * ``lock``: allow one run at a time per folder;
-* ``accelerator_state``: ``Accelerator.save_state`` and ``load_state``; ``gradients``: those of an
-  incomplete accumulation window; ``accelerate_format``: read folders that accelerate wrote.
+* ``accelerator_state``: ``Accelerator.save_state`` and ``load_state``; ``gradients``: the gradients
+  of an incomplete accumulation window; ``accelerate_format``: read folders that accelerate wrote.
 
 The parts of a fit are listed in ``trainer.loops.fit_state``.
 """

@@ -13,8 +13,9 @@ The file names are those of accelerate, with safetensors and JSON instead of pic
                                       accumulation window, states of DDP communication hooks
                                       and of an engine of the user's
 
-Of sharded models (FSDP), each rank writes what it holds of weights, optimizer states and gradients,
-see :mod:`trainer.checkpoint.sharded_state`; any number of processes, sharded or not, reads them::
+For sharded models (FSDP), each rank writes its own part of the weights, optimizer states and
+gradients (see :mod:`trainer.checkpoint.sharded_state`). Any number of processes, sharded or not,
+can read them::
 
     shards.json, shard-00000.safetensors, …
     gradients.json                    reduced gradients that no optimizer has used yet
@@ -23,8 +24,8 @@ The folder may hold other files; see :mod:`trainer.checkpoint.storage`. With aut
 ``<project_dir>/checkpoints/checkpoint_<number>``. Everything is read and checked before any object
 is changed.
 
-Loading is collective, and so is saving, except that the main process may save replicated state
-alone: then only its own ``random_states_0`` is there, see :mod:`trainer.checkpoint.main_alone`.
+Loading is collective. So is saving, except that the main process may save replicated state alone.
+The folder then has only its own ``random_states_0``; see :mod:`trainer.checkpoint.main_alone`.
 """
 
 from __future__ import annotations
@@ -128,11 +129,11 @@ class PreparedObjects:
         scaler: The gradient scaler, if there is one.
         step: The `Accelerator`'s count of micro-batches.
         window_open: Whether a gradient accumulation window is incomplete: gradients have been
-            accumulated, and the optimizer step has not been made.
+            accumulated, but the optimizer has not stepped.
         waiting: The optimizers that have not stepped since the last backward pass.
         communication: DDP communication hooks with state on this process, such as PowerSGD's error
             feedback.
-        engine: Has prepared the models.
+        engine: The engine that prepared the models.
     """
 
     models: Sequence[nn.Module] = ()
@@ -154,19 +155,19 @@ class PreparedObjects:
 
     @property
     def replicated(self) -> bool:
-        """Whether every process holds the same state, apart from what can be derived."""
+        """Whether every process holds the same state, apart from state that can be derived."""
         if self.engine is None:
             return True
         return not self.sharded and not any(self.engine.state_dict().values())
 
     def weights_of(self, model: nn.Module) -> dict[str, Any]:
-        """Return what this process holds of a model's weights, by the user's names."""
+        """Return this process's part of a model's weights, by the user's names."""
         parts = None if self.engine is None else self.engine.weights.parts(model)
         return bare_state_dict(model) if parts is None else dict(bare_names(model, parts.items()))
 
     @property
     def progress(self) -> list[Any]:
-        """How far the program has come: the same on all processes at the same call."""
+        """The progress of the program, which is equal on all processes at the same call."""
         steps = [getattr(optimizer, "steps", 0) for optimizer in self.optimizers]
         return [call_counts.joint, self.step, steps]
 
@@ -183,7 +184,7 @@ class PreparedObjects:
         return dict(zip(_STEMS, map(len, kinds), strict=True))
 
     def parts(self, dtypes: Mapping[int, torch.dtype] | None = None) -> dict[str, Stateful]:
-        """Return what is the same on all processes, by its file's stem, in the order of loading.
+        """Return the parts that are the same on all processes, by file stem, in loading order.
 
         Args:
             dtypes: See `trainer.optim.state.load_state`.
@@ -205,7 +206,7 @@ class PreparedObjects:
             loader.load_state_dict(state["state"])
 
     def parts_of_rank(self) -> Parts:
-        """Return what each process has of its own, in the order of loading."""
+        """Return the parts that differ between processes, in loading order."""
         parts: dict[Any, Stateful] = {
             "step": StateFunctions(lambda: self.step, partial(setattr, self, "step")),
             "communication": StateFunctions(
@@ -220,12 +221,12 @@ class PreparedObjects:
         return {"engine": of_engine, **parts}
 
     def _load_hooks(self, saved: Sequence[Any]) -> None:
-        # It may be empty, see `_check_rest`; otherwise the lengths are equal.
+        # Empty if no states were saved (see `_check_rest`); otherwise the lengths are equal.
         for hook, state in zip(self.communication, saved, strict=False):
             hook.load_state_dict(state)
 
     def _gradients(self) -> dict[str, Any]:
-        """Those of an open window (even if there are none) or of optimizers yet to step."""
+        """Gradients of an open window (perhaps none), or of optimizers yet to step."""
         named = self.named_parameters()
         if not self.window_open:
             ours = set(map(id, parameters_of(self.waiting)))
@@ -279,23 +280,23 @@ def save_state(
 ) -> Path:
     """Save all prepared objects to ``output_dir``, or to the next numbered checkpoint.
 
-    All processes call it, or, where the state is replicated, the main process alone; see
+    All processes call it. If the state is replicated, the main process may call it alone; see
     :mod:`trainer.checkpoint.main_alone`. An earlier checkpoint in the folder is replaced; other
     files there stay. The save increments ``project.iteration``. With automatic naming and a
     ``total_limit``, the checkpoints with the lowest numbers are then deleted, except those that
     also hold other files.
 
     Args:
-        output_dir: The folder, rank 0's on all ranks; ``~`` is the home directory. Ignored with
-            automatic naming.
+        output_dir: The folder; rank 0's value is used on all ranks. ``~`` is the home directory.
+            Ignored with automatic naming.
         prepared: The objects to save.
         processes: The ranks.
         project: Naming, limit and iteration; None for the defaults.
         safe_serialization: Save weights as safetensors; otherwise with ``torch.save``.
         hooks: Called on every rank with the models, their state dicts and the staging folder,
-            before anything is written. State dicts that a hook removes from its list (on the
-            process that writes) are not saved. Files written to the staging folder become part of
-            the checkpoint.
+            before anything is written. If a hook on the writing process removes state dicts from
+            its list, they are not saved. Files written to the staging folder become part of the
+            checkpoint.
 
     Returns:
         The folder, once everything is on disk.
@@ -368,11 +369,11 @@ def _save(
     is_writer = is_writer_rank(processes, project.save_on_each_node)
     models = list(prepared.models)
     of_all_models: list[dict[str, Any]] = []
-    weights: list[dict[str, Any]] = []  # of the models that the hooks leave to save
+    weights: list[dict[str, Any]] = []  # of the models that hooks have left in their lists
 
     def take(_: Path) -> None:
         if processes.num_processes > 1 and processes.is_main_process:
-            main_alone.forget()  # all have come
+            main_alone.forget()  # all processes joined
         prepared.reshard()
         of_all_models.extend(map(prepared.weights_of, models))
         weights.extend(of_all_models)
@@ -413,7 +414,7 @@ def _save(
 def _target_of(
     output_dir: str | os.PathLike[str] | None, project: ProjectConfiguration, processes: Ranks
 ) -> tuple[Path, list[Path]]:
-    """Return the folder of a save, and the checkpoints that it displaces; collective.
+    """Return the folder of a save, and the checkpoints that it will remove; collective.
 
     Raises:
         ValueError: See `save_state`; raised on all ranks.
@@ -423,7 +424,7 @@ def _target_of(
         displaces: list[Path] = []
 
         def check() -> None:
-            sweep(target.parent)  # an earlier deletion may have been killed
+            sweep(target.parent)  # a killed process may have left a deletion unfinished
             displaces.extend(displaced_by(target, project.total_limit))
 
         is_writer = is_writer_rank(processes, project.save_on_each_node)
@@ -438,7 +439,7 @@ def _target_of(
 
 
 def _count_save(project: ProjectConfiguration, saved: Path) -> None:
-    """Give the next save its number."""
+    """Set the number of the next save."""
     if project.automatic_checkpoint_naming:
         project.iteration = number_of(saved)  # the main process may have saved more often
     project.iteration += 1
@@ -451,7 +452,7 @@ def _add_to(
     project: ProjectConfiguration,
     hooks: Iterable[SaveHook],
 ) -> Path:
-    """Add this process's files to what the main process has saved before this one came."""
+    """Add this process's files to a checkpoint that the main process saved earlier, alone."""
     target, models = Path(late.path), list(prepared.models)
     staging = staging_path(target).with_name(f"{staging_path(target).name}-{rank}")
 
@@ -483,7 +484,7 @@ def _add_to(
 
 
 def check_shared_disk(on_each_node: bool) -> None:
-    """Raise a ValueError if machines share no disk: each would hold parts of sharded tensors."""
+    """Raise a ValueError if machines share no disk: each would have only parts of the tensors."""
     if on_each_node:
         raise ValueError(
             "save_on_each_node=True is for machines that share no disk, but then no machine could "
@@ -521,7 +522,7 @@ def _parts(
     if prepared.sharded and prepared.engine is not None:
         shards = Shards(processes.process_index, prepared.engine.parallel.mesh)
     shared = prepared.parts()
-    # On all processes: reading the scaler's state may rescale the gradients.
+    # On all processes, since reading the scaler's state may rescale the gradients.
     trees, rank_state = collect(shared), _own_state(prepared)
     if shards is not None and rank_state["gradients"] is not None:
         rank_state["gradients"], reduced = _separated(rank_state["gradients"])
@@ -543,7 +544,7 @@ def _parts(
 
 
 def _separated(gradients_: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split gradients into those of this process and the sharded ones, reduced over all."""
+    """Split gradients into this process's own, and sharded ones, which are already reduced."""
     sharded = {name: gradient for name, gradient in gradients_.items() if is_sharded(gradient)}
     return {n: gradient for n, gradient in gradients_.items() if n not in sharded}, sharded
 
@@ -569,12 +570,12 @@ class Stored:
         path: The folder.
         weights: The models' state dicts.
         trees: The states that are the same on all processes, by file stem, see
-            `PreparedObjects.parts`; "sampler" is missing if the folder's format does not have it.
+            `PreparedObjects.parts`; "sampler" is missing if the folder's format does not store it.
         counts: The number of saved optimizers, schedulers and custom objects.
-        own: What this process restores of `PreparedObjects.parts_of_rank`: ``"rng"`` is missing if
-            this rank saved none, ``"engine"`` has the states of all ranks.
+        own: The values that this process restores into `PreparedObjects.parts_of_rank`: ``"rng"``
+            is missing if this rank saved none, ``"engine"`` has the states of all ranks.
         first_rng: The first rank's RNG states.
-        lost: Warnings about contents of the folder that cannot be restored.
+        lost: Warnings about state in the folder that cannot be restored.
     """
 
     path: Path
@@ -612,9 +613,9 @@ def load_state(
     next save. If newer checkpoints were skipped as damaged, it is above their numbers too.
 
     Args:
-        input_dir: The folder, rank 0's on all ranks; ``~`` is the home directory. None takes the
-            intact checkpoint of the project with the highest number. If each machine saves its own,
-            it must be intact on all machines.
+        input_dir: The folder; rank 0's value is used on all ranks. ``~`` is the home directory.
+            None takes the intact checkpoint of the project with the highest number. If each machine
+            saves its own, it must be intact on all machines.
         prepared: The objects to load into.
         processes: The ranks.
         project: The project whose checkpoints these are; None for the defaults.
@@ -663,7 +664,7 @@ def load_state(
             logger.warning("Loading %s: %s", path, note)
         return stored
 
-    read: list[Stored] = []  # a result of `_step` would be sent to the other processes
+    read: list[Stored] = []  # not a result of `_step`, which sends results to all processes
     _step(what, "read", lambda: read.append(read_and_check()), processes)
     _step(
         f"{what}, which is partly done,",
@@ -685,7 +686,7 @@ def _step(what: str, name: str, work: Callable[[], T], processes: Ranks) -> list
 def _examine_on_all(
     target: Path, processes: Ranks, on_each_node: bool
 ) -> tuple[Path, dict[str, Any] | None]:
-    """Return what `find_state` returns on the writer rank, once all have checked it; collective."""
+    """Return the writer rank's result of `find_state` after all ranks checked it; collective."""
     is_writer = is_writer_rank(processes, on_each_node)
     raise_on_all_ranks(
         lambda: _check_folder(target), processes, here=is_writer, operation="load_state (arguments)"
@@ -760,7 +761,7 @@ def _ranks_in(reader: Reader) -> list[int]:
 
 
 class _SavedProcesses:
-    """The states of the processes that saved, as far as this one needs them.
+    """The states of the saving processes that this process needs.
 
     Args:
         reader: Reads the checkpoint.
@@ -771,7 +772,7 @@ class _SavedProcesses:
     Attributes:
         states: The states that were read, by rank.
         first: This rank's state, else the first one.
-        is_own: Whether `first` is of this very process: as many have saved.
+        is_own: Whether `first` is this rank's own state: the number of processes is unchanged.
     """
 
     def __init__(
@@ -783,7 +784,7 @@ class _SavedProcesses:
         self._as_many = self._saved_by == world_size
         numbers = _ranks_in(reader)
         own_state = reader.tree(_rank_stem(rank)) if rank in numbers and self._as_many else {}
-        # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
+        # Sharded gradients are already reduced. An engine gets the states of all ranks.
         needs_all = (prepared.sharded and own_state.get("gradients")) or own_state.get("engine")
         ranks_to_read = [rank] if own_state and not needs_all else numbers
         self.states = {number: reader.tree(_rank_stem(number)) for number in ranks_to_read}
@@ -791,7 +792,7 @@ class _SavedProcesses:
         self.is_own = bool(own_state)
 
     def _of_all(self, how: str, what: str) -> list[dict[str, Any]]:
-        # The others are on another machine's disk, unless the main process has saved alone.
+        # The other states are on another machine's disk, unless the main process saved alone.
         missing = len(self.states) < self._saved_by
         if missing and not self._reader.manifest.get("main_process_alone"):
             raise CheckpointError(
@@ -803,15 +804,15 @@ class _SavedProcesses:
 
     def gradients(self) -> dict[str, Any] | None:
         """Return the gradients that this process restores."""
-        # Earlier releases saved none.
+        # Earlier releases saved no gradients.
         saved: dict[str, Any] | None = self.first.get("gradients")
         if saved is not None and self._as_many and not self._prepared.sharded:
             saved = gradients.for_rank([saved], 0, 1)
         elif saved is not None:
             of_ranks = self._of_all("before an update", "the gradients")
             by_rank = [state["gradients"] or {} for state in of_ranks]
-            saved = gradients.for_rank(by_rank, self._rank, 0)  # the mean
-            if self._as_many:  # what is not sharded here is each rank's own
+            saved = gradients.for_rank(by_rank, self._rank, 0)  # the mean over ranks
+            if self._as_many:  # gradients that are not sharded are each rank's own
                 named = self._prepared.named_parameters()
                 sharded = {name for name, parameter in named.items() if is_sharded(parameter)}
                 own = gradients.for_rank(by_rank, self._rank, self._world_size)
@@ -822,7 +823,7 @@ class _SavedProcesses:
 
     def communication(self) -> list[Any]:
         """Return the states of this process's communication hooks."""
-        saved: list[Any] = self.first.get("communication", [])  # earlier releases saved none
+        saved: list[Any] = self.first.get("communication", [])  # earlier releases saved no states
         if not self._prepared.communication or not saved or self._as_many:
             return saved if self._prepared.communication else []
         of_ranks = self._of_all("with a communication hook", "its state")
@@ -830,7 +831,7 @@ class _SavedProcesses:
         return [for_processes(states, self._rank, self._world_size) for states in by_hook]
 
     def loaders(self) -> dict[int, Any]:
-        """Return the states of loaders of streams that were split by process, by number."""
+        """Return the states of stream loaders whose data was split by process, by loader number."""
         loaders = {}
         for number, state in self.first.get("loaders", {}).items():
             if not self.is_own and state["batches"]:
@@ -845,7 +846,7 @@ class _SavedProcesses:
 
 def _read(reader: Reader, rank: int, world_size: int, prepared: PreparedObjects) -> Stored:
     saved, manifest = _SavedProcesses(reader, rank, world_size, prepared), reader.manifest
-    later = prepared.sharded  # each process needs a share of what whole files hold
+    later = prepared.sharded  # each process needs its share of files that hold whole tensors
     first = saved.first
     own = {
         "step": first["step"],
@@ -970,7 +971,7 @@ def _check_model(
 ) -> None:
     here = model.state_dict(keep_vars=True) if parts is None else parts
     by_value = {id(here[name]): weights[name] for name in weights if name in here}
-    # A tied weight may have been saved under its other name; a lazy module had nothing to save.
+    # A tied weight may be saved under its other name. A lazy module has nothing to save.
     for name, value in here.items():
         if name not in weights and (id(value) in by_value or is_lazy(value)):
             weights[name] = by_value.get(id(value), value)
@@ -1006,7 +1007,7 @@ def _check_gradients(stored: Stored, prepared: PreparedObjects) -> list[str]:
     scaled = "scaler" in stored.trees
     if scaled != (prepared.scaler is not None):
         how = f"{'' if scaled else 'not '}scaled as in fp16"
-        if not stored.own["window_open"]:  # they may not be needed: the next call may be zero_grad
+        if not stored.own["window_open"]:  # not needed if the next call is zero_grad
             stored.own["gradients"] = None
             return [f"the gradients that an optimizer has not used yet are {how}, and are left out"]
         raise CheckpointError(
@@ -1023,7 +1024,7 @@ def _apply(
     rank: int,
     model_kwargs: Mapping[str, Any],
 ) -> None:
-    """Restore everything, the RNG states last."""
+    """Restore everything, and the RNG states last."""
     dtypes: dict[int, torch.dtype] = {}
     for model, weights in zip(models, stored.weights, strict=False):
         dtypes |= dtypes_of(model, weights)

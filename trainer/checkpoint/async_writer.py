@@ -36,9 +36,9 @@ class HostCopies:
     def hold(self, parts: Sequence[StatePart]) -> Write:
         """Copy the tensors' current values; return a function that writes these copies.
 
-        The previous such function must have finished, because its memory is reused. Copies from a
-        device are only enqueued here. They run in stream order, so later kernels cannot change what
-        they read.
+        The function returned by the previous call must have finished, because its memory is reused.
+        Copies from a device are only enqueued here. They run in stream order, so later kernels
+        cannot change their input.
         """
         copies: dict[tuple[int, str], Tensor] = {}
         arrivals: list[Any] = []
@@ -96,7 +96,7 @@ class Writer:
         group: The process group of saves; None for the default one, or with a single process.
         copies: Host memory with the tensors of the save in flight; it can be reused after
             :meth:`wait`.
-        failed: Whether a required save has failed and :meth:`wait` has not raised the error yet.
+        failed: Whether a required save has failed, and :meth:`wait` has yet to raise the error.
     """
 
     def __init__(self, state: Ranks) -> None:
@@ -127,7 +127,7 @@ class Writer:
         """Run a save, or start it in the background; :meth:`wait` reports its outcome.
 
         Args:
-            work: Makes the save. It is called with ``group``, the process group for its
+            work: Performs the save. It is called with ``group``, the process group for its
                 collectives.
             name: An identifier of the save for :meth:`wait`.
             required: A failure must end the run.
@@ -175,8 +175,8 @@ class Writer:
                 latest.
 
         Returns:
-            Whether the latest save of this name succeeded, also in later calls. The failure of a
-            save that is not required is logged.
+            Whether the latest save of this name succeeded; later calls return the same. The failure
+            of a save that is not required is logged.
 
         Raises:
             CheckpointError: A required save failed; raised on all processes.

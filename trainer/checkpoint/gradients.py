@@ -1,8 +1,8 @@
 """Save and restore gradients that have been computed but not yet applied by an optimizer step.
 
-They exist inside a gradient accumulation window, and in manual optimisation if the user has not yet
-stepped. Before the all-reduce the gradients differ between processes, so each rank's file holds its
-own.
+Such gradients exist inside a gradient accumulation window, and in manual optimisation before the
+user's step. Before the all-reduce the gradients differ between processes, so each rank's file holds
+its own.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from trainer.tree import fill_, is_sharded, own_memory
 
 logger = module_logger(__name__)
 _SHOWN = 20  # names of each kind listed in an error
-_OF_FSDP = "torch.distributed.fsdp"  # whose load hooks rename nothing
+_OF_FSDP = "torch.distributed.fsdp"  # modules whose load hooks do not rename keys
 
 
 def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
@@ -149,7 +149,7 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_each(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each weight of a file, tied names included.
+    """Yield the name and tensor of each weight in a file, tied names included.
 
     The tensors may be views of the memory-mapped file: copy the ones that you keep.
 
@@ -187,7 +187,7 @@ def read_index(index: Path) -> dict[str, str]:
     """
     with reading(index, "is not an index of weights"):
         content = read_json(os.path.realpath(index))  # files in a hub cache are symlinks
-        places = content.get("weight_map", content)  # some files are only the map
+        places = content.get("weight_map", content)  # some files consist of the map only
         if not all(isinstance(name, str) for name in places.values()):
             raise CheckpointError(f"{index} is not an index of weights.")
         return dict(places)
@@ -205,7 +205,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 def _torch_weights(file: Path) -> dict[str, torch.Tensor]:
     weights = read_torch_file(file, mmap=True)
-    if isinstance(weights, dict) and list(weights) == ["model"]:  # what accelerate's FSDP saves
+    if isinstance(weights, dict) and list(weights) == ["model"]:  # as accelerate's FSDP saves them
         weights = weights["model"]
     if not isinstance(weights, dict) or not all(
         isinstance(value, torch.Tensor) for value in weights.values()
@@ -263,7 +263,7 @@ def compare(
 ) -> KeyMismatch:
     """Compare the names and shapes of weights with a model's.
 
-    `here` are the model's weights, if its own state dict does not have them.
+    `here` gives the model's weights if its own state dict does not have them.
 
     Three kinds of names do not count as missing: a tied weight whose other name was saved, a weight
     of a lazy module that was never called, and an extra state that is None, as in megatron-core.
@@ -288,7 +288,7 @@ def compare(
 
 
 def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's full shape, also of a ZeRO-3 parameter that is partitioned away."""
+    """Return a tensor's full shape, even if it is a partitioned ZeRO-3 parameter."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
@@ -316,7 +316,7 @@ def load_into(
         strict: All names and shapes must match. False loads the weights that match and logs a
             warning that lists the others.
         here: See `compare`.
-        engine_weights: What the module's engine tells of its weights, if there is one.
+        engine_weights: The engine's view of the module's weights, if there is an engine.
 
     Raises:
         CheckpointError: Names or shapes do not match. The message lists the missing and unexpected
@@ -357,10 +357,10 @@ def load_into(
 def load_parts(
     module: torch.nn.Module, weights: Mapping[str, Any], engine_weights: Weights
 ) -> bool:
-    """Copy weights into what a process holds of them, see `Weights.parts`; collective.
+    """Copy weights into this process's parts of them, see `Weights.parts`; collective.
 
     Returns:
-        False, and nothing is done, if the module's ``load_state_dict`` has to do it.
+        False if nothing was done, because the module's ``load_state_dict`` must load them.
     """
     parts = engine_weights.parts(module, to_fill=True)
     if parts is None:
@@ -372,7 +372,7 @@ def load_parts(
         for part, value in to_fill:
             fill_(part, value)
 
-    # Each process reads other bytes, which may fail on one alone: the others must not go on.
+    # Each process reads different bytes. If that fails on one, the others must not continue.
     on_all(fill, "loading the weights")
     engine_weights.refresh(module)
     if extra:
@@ -382,7 +382,7 @@ def load_parts(
 
 
 def _translates(module: torch.nn.Module) -> bool:
-    """Return whether a module's loading may change the names or shapes of weights."""
+    """Return whether loading into a module may change names or shapes of weights."""
     loaders = (type(part)._load_from_state_dict for part in module.modules())
     return renames(module) or any(not part.__module__.startswith("torch.nn.") for part in loaders)
 
@@ -399,15 +399,15 @@ def _load(
 def placed(
     module: torch.nn.Module, weights: Mapping[str, Any], *, assign: bool = False
 ) -> dict[str, Any]:
-    """Return weights for ``load_state_dict``, sharded as the module's are.
+    """Return weights for ``load_state_dict``, sharded like the module's.
 
-    Those of a sharded checkpoint are read when they are copied, one at a time, unless the module's
-    own code takes them.
+    Tensors of a sharded checkpoint are read one at a time, when they are copied, unless the
+    module's own code handles them.
 
     Args:
         module: The module.
         weights: The weights by the module's own names.
-        assign: They take the place of the module's tensors.
+        assign: They replace the module's tensors instead of being copied into them.
     """
     here = module.state_dict(keep_vars=True)
     copied = not (assign or _translates(module))

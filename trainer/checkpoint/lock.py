@@ -39,7 +39,7 @@ logger = module_logger(__name__)
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
-    """Lock a folder for this run; create it if needed, and remove it at the end if it is empty.
+    """Lock a folder for this run. It is created if needed, and removed at the end if empty.
 
     If the file system has no locks, a warning is logged. There is no warning if ``folder`` is a
     file.
@@ -48,11 +48,11 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
         folder: The folder.
 
     Yields:
-        A function that records the run's id, for the error message of a run that cannot start.
+        A function that records the run's id, which other runs show if they cannot start.
 
     Raises:
-        ValueError: Another run, perhaps of this process, uses the folder, and is named; or this
-            user may not create the folder, or not write to it.
+        ValueError: Another run, perhaps of this process, uses the folder (the message names it); or
+            the user may not create the folder or write to it.
     """
     descriptor, made = None, [p for p in (folder, *folder.parents) if not os.path.exists(p)]
     try:
@@ -71,7 +71,7 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
         _write_holder(descriptor, None)
         yield partial(_write_holder, descriptor)
     finally:
-        if descriptor in _open:  # not in a forked child, which has closed it
+        if descriptor in _open:  # a forked child has closed it
             _release(descriptor, folder / LOCK)
         for directory in made:
             try:
@@ -112,7 +112,7 @@ def _acquire(file: Path) -> int:
         try:
             _lock(descriptor, exclusive=True)
             if _is_same_file(file, descriptor):
-                return descriptor  # a run that ended did not delete it in between
+                return descriptor  # not deleted in between by a run that ended
         except BlockingIOError:
             pass
         except BaseException:

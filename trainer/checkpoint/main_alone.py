@@ -1,15 +1,15 @@
-"""Let the main process save replicated state alone, without waiting for processes that do not come.
+"""Let the main process save replicated state alone, if the other processes do not call the save.
 
 Many scripts call ``save_state`` inside ``if accelerator.is_main_process:``. A process cannot know
-whether the others will call it too, so they meet in the store of the process group:
+whether the others will call it too, so they coordinate through the store of the process group:
 
-- A process that is not the main one notes that it has come, and the save is joint.
-- The main process saves alone if nobody has come when all others wait elsewhere or have begun
-  another backward pass, or after some seconds. It remembers how it went by the line of the program
-  from which it was called: later calls from there have more time, or are alone, at once.
-- A process that comes after such a save adds its own files to the committed folder.
+- A process other than the main one records that it has called; the save is then joint.
+- The main process saves alone if no other has called by the time that all others wait elsewhere or
+  have begun another backward pass, or after some seconds. It remembers the outcome for the line of
+  the program that called it. Later calls from that line wait longer, or save alone at once.
+- A process that calls after such a save adds its own files to the committed folder.
 
-All this is one value of the store, which changes only by compare-and-set::
+The whole state is one value of the store, which is changed only by compare-and-set::
 
     ""                                                nobody has come
     "joint"                                           a process has come: all meet in collectives
@@ -33,14 +33,14 @@ from trainer.state import PartialState
 
 _KEY = "cadence/save_state"
 _JOINT = "joint"
-_PATIENCE = 3.0  # seconds in which other processes may come, at a line that has not saved before
-_MEETING = 30.0  # seconds in which all processes should meet
-_PAUSE = 0.01  # seconds between two looks at the store
+_PATIENCE = 3.0  # seconds to wait for other processes, at a line that has not saved before
+_MEETING = 30.0  # seconds in which all processes should arrive
+_PAUSE = 0.01  # seconds between polls of the store
 
 
 @dataclass(frozen=True, kw_only=True)
 class MainProcess:
-    """The main process as the only one; see `trainer.checkpoint.save.Ranks`."""
+    """The main process, as if it were the only one; see `trainer.checkpoint.save.Ranks`."""
 
     is_main_process: bool = True
     is_local_main_process: bool = True
@@ -54,12 +54,12 @@ class MainProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveAlone:
-    """A save of the main process alone.
+    """A save that the main process made alone.
 
     Attributes:
-        number: Counts such saves.
-        progress: How far the main process had come; see `join_or_find`.
-        calls: Counts those with the same progress.
+        number: The number of such saves so far.
+        progress: The main process's progress; see `join_or_find`.
+        calls: The number of them with the same progress.
         path: The committed folder.
         status: ``"saving"``, ``"saved"``, ``"failed"``, or ``"adding"`` while a process adds files.
         added: The ranks that have added their files.
@@ -75,14 +75,14 @@ class SaveAlone:
 
 @dataclass
 class _Memory:
-    """What a process remembers of earlier saves.
+    """A process's memory of earlier saves.
 
     Attributes:
-        joint: On the main process, whether the save from a line of the program was joint.
-        line: The line of the latest save alone.
+        joint: On the main process, whether the save was joint, by calling line of the program.
+        line: On the main process, the line of its latest save alone.
         number: The number of that save.
-        progress: On another process, how far it had come at the latest call.
-        calls: The number of its calls there.
+        progress: On other processes, the progress at the latest call.
+        calls: On other processes, the number of calls with that progress.
     """
 
     joint: dict[Any, bool] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def _memory() -> _Memory:
 
 
 def _line_of_caller() -> Any:
-    """Return what identifies the line of the program, and those that led to it."""
+    """Return a key for the line of the program that called, including its call stack."""
     frame, lines = sys._getframe(1), []
     while frame is not None:
         lines.append((frame.f_code.co_filename, frame.f_lineno))
@@ -115,7 +115,7 @@ def save_alone(progress: Any) -> bool:
     memory = _memory()
     line, number, latest = _line_of_caller(), memory.number + 1, _parsed(_read())
     if latest is not None and latest.number == memory.number and latest.added:
-        memory.joint[memory.line] = True  # they only came late
+        memory.joint[memory.line] = True  # the others were only late
     is_joint, begun = memory.joint.get(line), time.monotonic()
     patience = 0.0 if is_joint is False else _MEETING if is_joint else _PATIENCE
     with guards.waiting:
@@ -127,7 +127,7 @@ def save_alone(progress: Any) -> bool:
             if adds or (waited < patience and not _others_are_elsewhere()):
                 time.sleep(_PAUSE)
             elif is_joint and waited >= patience:
-                _swap(value, _JOINT)  # the collective says who is missing
+                _swap(value, _JOINT)  # the collective reports which rank is missing
             elif _swap(value, _text(alone)):
                 memory.joint[line], memory.line, memory.number = False, line, number
                 return True
@@ -136,7 +136,7 @@ def save_alone(progress: Any) -> bool:
 
 
 def end_alone(path: Path | None) -> None:
-    """Say on the main process that it has saved alone to a folder; None if that failed."""
+    """On the main process, announce that it saved alone to a folder; None if that failed."""
     latest = _parsed(value := _read())
     assert latest is not None
     status = "failed" if path is None else "saved"
@@ -144,10 +144,10 @@ def end_alone(path: Path | None) -> None:
 
 
 def join_or_find(progress: Any) -> SaveAlone | None:
-    """Note on another process that it has come; return the save that it is late for, if any.
+    """On another process, record its call; return the save that it came too late for, if any.
 
     Args:
-        progress: How far the process has come in the program: equal on all at the same call.
+        progress: The progress of the program, which is equal on all processes at the same call.
 
     Raises:
         CheckpointError: The main process failed to make this save.
@@ -169,10 +169,10 @@ def join_or_find(progress: Any) -> SaveAlone | None:
 
 
 def add(save: SaveAlone, rank: int, work: Callable[[], object]) -> bool:
-    """Run what adds a process's files to a save, one process at a time.
+    """Run a function that adds a process's files to a save, one process at a time.
 
     Returns:
-        Whether it was run. The main process may have saved again meanwhile.
+        Whether it was run. It is not if the main process has saved again meanwhile.
     """
     while (latest := _parsed(value := _read())) and latest.number == save.number:
         if latest.status == "saved" and _swap(value, _text(replace(latest, status="adding"))):
@@ -193,10 +193,10 @@ def forget() -> None:
 
 
 def wait_for_all_ranks(rank: int, size: int) -> None:
-    """Wait in the store for all processes, where none may save alone.
+    """Wait in the store for all processes, for a save that no process may make alone.
 
-    They meet there because a collective of the models that another process has gone on to could be
-    taken for one of the save.
+    This comes before the first collective of the save. A process that has moved on may be in a
+    collective of the models, which could be mistaken for one of the save.
 
     Raises:
         DistributedOperationException: A process has gone on to the next forward pass.
@@ -204,7 +204,7 @@ def wait_for_all_ranks(rank: int, size: int) -> None:
     store = guards.store_of(None)
     store.set(f"{_KEY}/{rank}", str(guards.call_counts.joint))
     keys = {peer: f"{_KEY}/{peer}" for peer in range(size)} if rank == 0 else {}
-    until = time.monotonic() + _MEETING  # then the collective says who is missing
+    until = time.monotonic() + _MEETING  # then the collective reports which rank is missing
     with guards.waiting:
         while missing := [n for n, key in keys.items() if not _has_come(store, key)]:
             if gone := [peer for peer in guards.call_counts.ahead("forward") if peer in missing]:

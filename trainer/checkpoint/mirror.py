@@ -1,14 +1,15 @@
 """Mirrors: copies of the committed checkpoints of a folder, at an fsspec URL such as a bucket's.
 
-A checkpoint exists there once its manifest does, which is uploaded last and removed first::
+A remote checkpoint exists once its manifest does, which is uploaded last and removed first::
 
     s3://bucket/run/step-00000100/model.safetensors   uploaded before the manifest
     s3://bucket/run/step-00000100/manifest.json       from here on it is complete
     s3://bucket/run/step-00000200/abandoned.json      the manifest of a branch that was given up
 
 Rank 0 uploads on a background thread. It uploads hard links to the files, so that a checkpoint
-which is removed or replaced in the meantime is still uploaded whole. A checkpoint is removed there
-once the one that displaced it is complete there. While the service fails, uploads are tried again.
+which is removed or replaced in the meantime is still uploaded whole. A remote checkpoint is removed
+once the upload of the one that displaced it is complete. While the service fails, uploads are
+retried.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ logger = module_logger(__name__)
 
 _ABANDONED = "abandoned.json"
 _LONGEST_PAUSE = 60.0  # seconds between attempts while the service fails
-_PATIENCE = 30.0  # seconds in which a failing service may recover when a fit ends
-LOOKS = 5.0  # seconds between looks at whether the uploads have ended
-_AT_ONCE = 10  # the number of checkpoints that a new machine fetches at most
+_PATIENCE = 30.0  # seconds that a failing service has to recover when a fit ends
+LOOKS = 5.0  # seconds between checks whether the uploads have ended
+_AT_ONCE = 10  # maximum number of checkpoints that a new machine fetches
 
 
 def _step(name: str) -> int:
@@ -68,12 +69,12 @@ class Remote:
 
     @cached_property
     def _connected(self) -> tuple[Any, str]:
-        """The file system and the folder's path in it; some connect here, which may fail."""
+        """The file system and the folder's path in it; some connect here, and may fail."""
         from fsspec.core import url_to_fs
 
-        # Listings that are cached would not show what other machines write.
+        # Cached listings would not show files that other machines write.
         files, path = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
-        if hasattr(files, "auto_mkdir"):  # only file systems with real folders have it
+        if hasattr(files, "auto_mkdir"):  # only file systems with real folders have this attribute
             files.auto_mkdir = True
         return files, path.rstrip("/")
 
@@ -89,7 +90,7 @@ class Remote:
         """Return the names of checkpoints, complete or not, newest first."""
         try:
             entries = self._files.ls(self._root, detail=False)
-        except FileNotFoundError:  # nothing was uploaded yet
+        except FileNotFoundError:  # nothing has been uploaded yet
             return []
         names = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
         return sorted(
@@ -117,7 +118,7 @@ class Remote:
                 yield name, manifest
 
     def partial(self) -> set[str]:
-        """Return the names of checkpoints whose upload has ended without their manifest."""
+        """Return the names of checkpoints whose upload ended before the manifest."""
         found: dict[str, set[str]] = {}
         for entry in self._files.find(self._root):
             name, _, file = str(entry).removeprefix(f"{self._root}/").partition("/")
@@ -130,7 +131,7 @@ class Remote:
         self._files.put_file(str(file), self._path(name, file_name))
 
     def download(self, name: str, file_name: str, folder: Path) -> None:
-        """Download a file of a checkpoint into a local folder, which exists."""
+        """Download a file of a checkpoint into an existing local folder."""
         local = folder / file_name
         for parent in reversed(Path(file_name).parents[:-1]):
             (folder / parent).mkdir(exist_ok=True)
@@ -155,30 +156,31 @@ class Mirror:
     """Uploads the checkpoints of a folder on a background thread, on one process.
 
     Args:
-        root: The folder. Those of `run_id` that are in it, and not complete there, are uploaded.
-        remote: Where to.
-        run_id: The run; checkpoints of others are neither uploaded nor removed nor replaced.
-        step: The update at which the run starts. Later checkpoints of the run that are there belong
-            to a branch that is given up; their manifests are renamed. What uploads that were killed
-            have left there is removed.
+        root: The folder. Its checkpoints of `run_id` that are not complete at `remote` are
+            uploaded.
+        remote: The destination.
+        run_id: The run; checkpoints of other runs are not uploaded, removed or replaced.
+        step: The update at which the run starts. Remote checkpoints of the run that are later
+            belong to an abandoned branch; their manifests are renamed. Files of killed uploads are
+            removed.
     """
 
     def __init__(self, root: Path, remote: Remote, run_id: str, step: int) -> None:
         self._root, self._remote, self._run_id = root, remote, run_id
         self._changed = threading.Condition()
         self._waiting = {path.name for path in committed(root) if run_id_of(path) == run_id}
-        self._newest = max(map(_step, self._waiting), default=step)  # committed here
-        self._complete = -1  # the newest one that is known to be complete there
-        self._obsolete: dict[str, int] = {}  # with the step of what displaced them
+        self._newest = max(map(_step, self._waiting), default=step)  # the newest local one
+        self._complete = -1  # the newest one known to be completely uploaded
+        self._obsolete: dict[str, int] = {}  # name: step of the newest checkpoint when displaced
         self._step: int | None = step
-        self._sent: set[tuple[str, str, str]] = set()  # name, file and hash
+        self._sent: set[tuple[str, str, str]] = set()  # name, file and hash of uploaded files
         self._deadline: float | None = None
         self._failing: set[bool] = set()  # what fails: removals (True), uploads (False)
         self._thread = threading.Thread(target=self._run, name="cadence-mirror", daemon=True)
         self._thread.start()
 
     def committed(self, path: Path, displaced: Iterable[Path] = ()) -> None:
-        """Upload a checkpoint that was committed, and then remove those that it displaces."""
+        """Upload a committed checkpoint, then remove the checkpoints that it displaces."""
         with self._changed:
             self._obsolete.pop(path.name, None)
             self._waiting.add(path.name)
@@ -187,7 +189,7 @@ class Mirror:
         self.remove(displaced)
 
     def remove(self, paths: Iterable[Path]) -> None:
-        """Remove checkpoints once the newest one is complete there."""
+        """Remove checkpoints once the newest one is completely uploaded."""
         names = {path.name for path in paths if path.parent == self._root}
         with self._changed:
             self._waiting -= names
@@ -198,10 +200,10 @@ class Mirror:
         """Let the thread end when everything is uploaded, or the service fails for 30 seconds.
 
         Args:
-            seconds: How long to wait for that.
+            seconds: How long to wait for the thread.
 
         Returns:
-            Whether it has ended.
+            Whether the thread has ended.
         """
         with self._changed:
             asked, self._deadline = self._deadline, self._deadline or time.monotonic() + _PATIENCE
@@ -212,7 +214,7 @@ class Mirror:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Wait until the thread has ended, see `finish`, and log what is left."""
+        """Wait until the thread has ended (see `finish`), and log the remaining work."""
         while not self.finish(LOOKS):
             pass
         if left := sorted(self._waiting):
@@ -229,7 +231,7 @@ class Mirror:
             )
 
     def abandon(self) -> None:
-        """Forget what is not uploaded, because the process is about to end."""
+        """Drop pending uploads and removals, because the process is about to end."""
         with self._changed:
             self._deadline = time.monotonic()
             self._waiting.clear()
@@ -245,7 +247,7 @@ class Mirror:
             except _OtherRunError as error:
                 logger.error("%s No further checkpoints are uploaded there.", error)
                 return
-            except Exception as error:  # noqa: BLE001 - file systems raise errors of their own
+            except Exception as error:  # noqa: BLE001 - each file system has its own error types
                 if removes not in self._failing:
                     self._warn(removes, error)
                 self._failing.add(removes)
@@ -268,7 +270,7 @@ class Mirror:
         logger.warning(text, url, error)
 
     def _wait(self, pause: float) -> bool:
-        """Wait for work, after a failure for `pause` seconds too; return False to end."""
+        """Wait for work, and after a failure also for `pause` seconds; return False to end."""
         with self._changed:
             if pause and not self._can_upload():
                 left = pause if self._deadline is None else min(pause, 1.0)
@@ -286,10 +288,10 @@ class Mirror:
         return self._step is not None or bool(self._waiting or self._obsolete)
 
     def _next(self) -> tuple[bool, Callable[[], None]]:
-        """Return one piece of work, and whether it is to remove a checkpoint.
+        """Return the next piece of work, and whether it removes a checkpoint.
 
-        The newest is uploaded first. A checkpoint is removed as soon as it may be, also while
-        others wait, since they may come faster than they are uploaded.
+        The newest is uploaded first. Checkpoints are removed as soon as allowed, even while others
+        wait for upload, since new ones may be saved faster than they are uploaded.
         """
         if self._step is not None:
             return False, partial(self._leave_branch, self._step)
@@ -299,7 +301,7 @@ class Mirror:
         # A service that refuses removals must not hold up the uploads.
         if obsolete is not None and not (newest and True in self._failing):
             return True, partial(self._remove, obsolete)
-        assert newest is not None  # else there would be no work
+        assert newest is not None  # otherwise there would be no work
         return False, partial(self._upload, newest)
 
     def _may_be_removed(self, name: str) -> bool:
@@ -313,7 +315,7 @@ class Mirror:
             self._check_ours(name, manifest)
             if _step(name) <= step:
                 self._complete = _step(name)
-                with self._changed:  # now it is known that the URL is this run's
+                with self._changed:  # only now is the URL known to belong to this run
                     self._obsolete.update(dict.fromkeys(killed - self._waiting, self._complete))
                 break
             self._remote.abandon(name)
@@ -334,7 +336,7 @@ class Mirror:
         with self._changed:
             self._waiting.discard(name)
         if (links := link_files(self._root / name)) is None:
-            return  # a save that replaced it calls `committed` again
+            return  # the save that replaced it calls `committed` again
         try:
             manifest = read_manifest(links)
             there = self._remote.manifest(name)
@@ -355,7 +357,7 @@ class Mirror:
     def _upload_files(self, links: Path, name: str, files: Mapping[str, Any]) -> None:
         for file, described in files.items():
             sent = (name, file, described["sha256"])
-            if sent not in self._sent:  # else by an attempt that failed later
+            if sent not in self._sent:  # otherwise uploaded by an attempt that failed later
                 self._remote.upload(links / file, name, file)
                 self._sent.add(sent)
         self._remote.upload(links / MANIFEST, name, MANIFEST)
@@ -370,10 +372,10 @@ class _OtherRunError(Exception):
 
 
 def holds_any(url: str) -> bool:
-    """Return whether a complete checkpoint lies at a URL; False, with a warning, if unknown."""
+    """Return whether a URL has a complete checkpoint; False, with a warning, if unknown."""
     try:
         return next(Remote(url).complete(), None) is not None
-    except Exception as error:  # noqa: BLE001 - file systems raise errors of their own
+    except Exception as error:  # noqa: BLE001 - each file system has its own error types
         logger.warning("%s cannot be read: %r.", url, error)
         return False
 
@@ -381,25 +383,24 @@ def holds_any(url: str) -> bool:
 def fetch(
     roots: Mapping[Path, str], state: Ranks, *, on_each_node: bool, sound: int | None = None
 ) -> bool:
-    """Fetch the checkpoints at mirrors that are newer than those here; collective.
+    """Fetch checkpoints from mirrors that are newer than the local ones; collective.
 
-    The newest is fetched first, so that a start that is killed does not leave older ones alone.
-    Where there are none here, the ten newest are fetched. Ranks that share a disk fetch each file
-    once.
+    The newest is fetched first, so that a killed start does not leave only older ones. If there are
+    no local checkpoints, the ten newest are fetched. Ranks that share a disk fetch each file once.
 
     Args:
         roots: The URL of each folder that has a mirror.
         state: The ranks.
-        on_each_node: The machines share no disk: each fetches what it lacks.
-        sound: The step of the newest sound one here, -1 if none is. Later ones, which are damaged,
-            are fetched too. By default, what is here is not verified.
+        on_each_node: The machines share no disk: each machine fetches the checkpoints it lacks.
+        sound: The step of the newest intact local checkpoint, -1 if there is none. Damaged later
+            ones are fetched too. None does not verify the local ones.
 
     Returns:
-        Whether any was fetched, the same on all ranks.
+        Whether any checkpoint was fetched, the same on all ranks.
 
     Raises:
-        CheckpointError: A mirror cannot be read, and there are no checkpoints here; or it has
-            those of another run. Raised on all ranks.
+        CheckpointError: A mirror cannot be read and there are no local checkpoints, or it holds
+            checkpoints of another run. Raised on all ranks.
     """
     writes, fetched = is_writer_rank(state, on_each_node), False
     for root, url in roots.items():
@@ -421,7 +422,7 @@ def fetch(
 def _plan(
     root: Path, url: str, state: Ranks, writes: bool, sound: int | None
 ) -> tuple[dict[str, dict[str, Any]], list[list[str]]]:
-    """Return the manifests at a mirror, and the names that each rank has to fetch; collective."""
+    """Return a mirror's manifests, and the names that each rank has to fetch; collective."""
     what = f"Looking for checkpoints at {url}"
     listed = run_on_all_ranks(
         what, lambda: _list(root, url) if state.is_main_process else {}, state
@@ -455,15 +456,15 @@ def _fetch(
     fetches: bool,
     alone: bool,
 ) -> bool:
-    """Download a checkpoint, and commit it if its hashes are those of its manifest; collective.
+    """Download a checkpoint, and commit it if its hashes match the manifest; collective.
 
     Args:
-        target: Where to. What is there is damaged, and renamed.
+        target: The local path. An existing checkpoint there is damaged, and is renamed.
         url: The mirror.
-        manifest: The manifest there.
+        manifest: The manifest at the mirror.
         state: The ranks.
-        fetches: Whether this is a writer rank that lacks it.
-        alone: A writer rank downloads all files; otherwise the ranks share them.
+        fetches: Whether this is a writer rank that lacks the checkpoint.
+        alone: A writer rank downloads all files; otherwise the ranks divide them.
 
     Returns:
         Whether it was committed on any rank.
@@ -505,7 +506,7 @@ def _fetch(
 def _download(
     remote: Remote, name: str, folder: Path, files: Mapping[str, Any], names: Iterable[str]
 ) -> list[str]:
-    """Download some files of a checkpoint; return those that are missing or damaged there."""
+    """Download some files of a checkpoint; return the names of missing or damaged ones."""
     missing = []
     for file in names:
         try:
@@ -521,7 +522,7 @@ def _list(root: Path, url: str) -> dict[str, dict[str, Any]]:
     here = committed(root)
     try:
         listed = dict(islice(Remote(url).complete(), 1 if here else _AT_ONCE))
-    except Exception as error:  # file systems raise errors of their own
+    except Exception as error:  # each file system has its own error types
         if here:
             logger.warning(
                 "%s cannot be read: %r. The checkpoints in %s are used.", url, error, root

@@ -63,7 +63,7 @@ def save(
 
 
 def _write_torch(obj: Any, path: Path) -> None:
-    with open(path, "wb") as file:  # torch takes no path without a suffix behind a first dot
+    with open(path, "wb") as file:  # torch rejects a path such as ".name", without a further suffix
         torch.save(obj, file)
 
 
@@ -77,8 +77,8 @@ def load(f: str | os.PathLike[str], map_location: Any = "cpu", **kwargs: Any) ->
 
     Raises:
         ValueError: ``weights_only`` is False.
-        CheckpointError: If the file is missing or damaged, or holds other objects. Unpickling those
-            could run any code.
+        CheckpointError: If the file is missing or damaged, or holds other objects, since unpickling
+            them could run any code.
     """
     if not kwargs.pop("weights_only", True):
         raise ValueError(
@@ -94,7 +94,7 @@ def load(f: str | os.PathLike[str], map_location: Any = "cpu", **kwargs: Any) ->
 
 
 def _is_safetensors(file: Path) -> bool:
-    """Return whether a file is safetensors, from its first bytes: any suffix is allowed."""
+    """Return whether a file is safetensors, from its first bytes, since any suffix is allowed."""
     try:
         with open(file, "rb") as stream:
             return stream.read(9)[8:] == b"{"

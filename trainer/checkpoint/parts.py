@@ -1,6 +1,6 @@
-"""The parts of a checkpoint: what one process writes, and a reader of what all have written.
+"""The parts of a checkpoint: the files that one process writes, and a reader for all of them.
 
-A fit and an `Accelerator` differ in the parts that they list; both give them to
+A fit and an `Accelerator` differ in the parts that they list; both save them with
 :func:`trainer.checkpoint.save.save_checkpoint` and read them with :class:`Reader`.
 """
 
@@ -28,14 +28,14 @@ from trainer.checkpoint.weights import (
 )
 from trainer.errors import CheckpointError
 
-# The trained weights, if model.safetensors holds other ones, such as averaged weights.
+# The trained weights, if model.safetensors holds others, such as averaged weights.
 TRAINED_NAME = "trained.safetensors"
 Write = Callable[[Path], Sequence[str]]  # writes into a folder; returns the names of the files
-Encoded = tuple[str, dict[str, Tensor]]  # what `trainer.checkpoint.serialization.encode_tree` gives
+Encoded = tuple[str, dict[str, Tensor]]  # from `trainer.checkpoint.serialization.encode_tree`
 
 
 def section_of(name: str) -> str:
-    """Return what names of weights begin with among the sharded tensors.
+    """Return the prefix of the names of these weights among the sharded tensors.
 
     Args:
         name: The file that holds these weights in a checkpoint without shards.
@@ -49,7 +49,7 @@ class StatePart:
 
     Attributes:
         tensors: Plain, contiguous tensors. Training may still change them in place.
-        write: Writes given tensors (these or copies of them) and the part's text into a folder.
+        write: Writes the tensors it is passed (these or copies) and the part's text into a folder.
         files: The names of the files that it writes.
         text_size: The size of the text in bytes.
     """
@@ -80,7 +80,7 @@ def weights_part(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> 
 
 
 def tree_part(tree: object, stem: str, shards: Shards | None = None) -> StatePart:
-    """Return nested state as a state part, without sharded tensors, which `shards` takes.
+    """Return nested state as a state part; sharded tensors are added to `shards` instead.
 
     Raises:
         TypeError: The tree holds a value that cannot be saved; the message says where.
@@ -109,13 +109,13 @@ def state_parts(
     shards: Shards | None,
     names: Mapping[str, str] | None = None,
 ) -> list[StatePart]:
-    """Return weights and nested states as state parts; `shards` takes what is sharded, if given.
+    """Return weights and nested states as state parts; sharded tensors go to `shards`, if given.
 
     Args:
         weights: State dicts of modules by the names of their files.
         trees: Nested states by the stems of their files.
         shards: See `Shards`; with it, all weights are sharded.
-        names: What to call a file in an error.
+        names: The names of files to show in errors.
 
     Raises:
         CheckpointError: A value cannot be saved; the message says where.
@@ -136,7 +136,7 @@ def state_parts(
 
 
 def write_parts(parts: Sequence[StatePart]) -> Write:
-    """Return a function that writes the values that the tensors have when it is called."""
+    """Return a function that writes the parts, with the tensors' values at the time of the call."""
 
     def write(folder: Path) -> list[str]:
         for part in parts:
@@ -182,10 +182,11 @@ class Reader:
 
         Args:
             stem: The files' name before the dot.
-            later: Whole tensors, too, are `ShardedTensor` objects, to be read when they are copied.
+            later: Whole tensors are also returned as `ShardedTensor` objects, which are read when
+                copied.
 
         Raises:
-            CheckpointError: It is missing, or cannot be read.
+            CheckpointError: The tree is missing, or cannot be read.
         """
         read = (lambda file: TensorFile(file).tensors()) if later else None
         return load_tree(self.path, stem, self.files, self.shards, read)
@@ -196,22 +197,22 @@ class Reader:
         return ShardReader(self.path, self.files) if INDEX in self.files else None
 
     def has_weights(self, name: str) -> bool:
-        """Return whether there are the weights of that file, which may be sharded."""
+        """Return whether the checkpoint has the weights of that file, perhaps sharded."""
         if name in self.files:
             return True
         return self.shards is not None and bool(self.shards.weights(section_of(name)))
 
     def weights(self, *names: str, later: bool = False) -> dict[str, Any]:
-        """Return the weights of the first of the named files that there is.
+        """Return the weights of the first of the named files that exists.
 
-        Weights that were saved sharded are `ShardedTensor` objects.
+        Weights that were saved sharded are returned as `ShardedTensor` objects.
 
         Args:
             *names: The files.
             later: See `tree`.
 
         Raises:
-            CheckpointError: There is none, or it cannot be read.
+            CheckpointError: None of the files exists, or it cannot be read.
         """
         file = next((self.path / name for name in names if name in self.files), None)
         if file is None and self.shards is not None:

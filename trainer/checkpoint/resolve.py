@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: choose which one is meant, the same on all ranks."""
+"""Resolve which checkpoint is meant, the same one on all ranks."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ Listed = Mapping[int, tuple[Path, str | None]]  # paths and run ids by step or n
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFolders:
-    """Where the checkpoints of a Trainer lie, and which of them a ``ckpt_path`` means.
+    """The folders of a Trainer's checkpoints, and how a ``ckpt_path`` is resolved in them.
 
     Attributes:
         own: The folder of the Trainer.
-        of_callbacks: Folders of their own that the callbacks save to.
+        of_callbacks: Other folders that callbacks save to.
         monitors: Metric and mode of each callback that ranks checkpoints.
-        lasting: Whether later starts have the same folder, as the user gave its path.
+        lasting: Whether later starts use the same folder, because the user gave its path.
         writes: False for a trial run, which writes no files.
-        on_each_node: Whether each machine keeps checkpoints, since they share no disk.
-        mirrors: The URL of each folder whose checkpoints are copied there.
+        on_each_node: Whether each machine keeps its own checkpoints, because they share no disk.
+        mirrors: The mirror's URL of each folder that has one.
         state: The ranks.
     """
 
@@ -83,16 +83,16 @@ class CheckpointFolders:
     def given(self, ckpt_path: Any) -> Any:
         """Return the user's ``ckpt_path``, with a relative path made absolute; collective.
 
-        It is resolved now, since hooks may change the working directory later. Ranks may have
-        different working directories, so the path of the writer rank is taken if it exists here.
+        This happens early, since hooks may change the working directory later. Ranks may have
+        different working directories, so the writer rank's path is used if it exists on this rank.
 
         Args:
             ckpt_path: The argument of `Trainer.fit`, `validate`, `test` or `predict`.
 
         Raises:
             TypeError: It is not None, a string or a path.
-            ValueError: It is empty; or it is a word such as "auto", but without ``project_dir``
-                every start has a new folder.
+            ValueError: It is empty; or it is a word such as "auto" and there is no ``project_dir``,
+                so that every start has a new folder.
         """
         choices = "it is None, the folder of a checkpoint, 'last', 'best' or 'auto'"
         if not isinstance(ckpt_path, (str, os.PathLike, type(None))):
@@ -100,7 +100,7 @@ class CheckpointFolders:
             raise TypeError(f"ckpt_path is {ckpt_path!r} of type {kind}; {choices}.")
         if ckpt_path == "":
             raise ValueError(f"ckpt_path is ''; {choices}.")
-        # Rank 0's answer: a rank with another working directory may not see the folder.
+        # Rank 0 decides, since a rank with another working directory may not see the folder.
         may_have_any = self.lasting or broadcast_object(self.own.exists())
         if ckpt_path in WORDS and not may_have_any:
             raise ValueError(
@@ -110,10 +110,10 @@ class CheckpointFolders:
         path = None
         if ckpt_path is not None and ckpt_path not in WORDS:
             path = absolute_path("ckpt_path", ckpt_path)
-            if path.is_symlink():  # which a save may let point to another one meanwhile
+            if path.is_symlink():  # a concurrent save may redirect the link
                 path = path.resolve()
         writer_rank = writer_rank_of(self.state, self.on_each_node)
-        # On all ranks: some may have been given a word.
+        # On all ranks, since some may have received a word.
         of_writer = all_gather_object(path)[writer_rank]
         if path is None:
             return ckpt_path
@@ -156,7 +156,7 @@ class CheckpointFolders:
 
         Raises:
             CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, a word
-                finds only weights-only checkpoints, or the machines' checkpoints at the path are
+                matches only weights-only checkpoints, or the machines' checkpoints at the path are
                 from different runs; or it is damaged.
             ValueError: ``"best"`` without a metric to rank by.
         """
@@ -190,7 +190,7 @@ class CheckpointFolders:
         return newest
 
     def _newest(self, roots: Sequence[Path]) -> Path | None:
-        """Return the newest sound checkpoint in the folders or at their mirrors; collective."""
+        """Return the newest intact checkpoint in the folders or at their mirrors; collective."""
         state, on_each_node, newest = self.state, self.on_each_node, None
         if self.writes and self.mirrors:
             try:
@@ -229,7 +229,7 @@ class CheckpointFolders:
             raise CheckpointError(
                 f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
             )
-        by_age = sorted(scores, key=lambda path: step_of(path) or 0)  # of equal ones, the oldest
+        by_age = sorted(scores, key=lambda path: step_of(path) or 0)  # the oldest of equal scores
         sign = 1 if mode == "min" else -1
         return min(by_age, key=lambda path: sign * scores[path])
 
@@ -267,7 +267,7 @@ class CheckpointFolders:
 
 
 def may_rewind(ckpt_path: Any) -> bool:
-    """Return whether checkpoints later than the requested one may exist."""
+    """Return whether checkpoints later than the requested one can exist."""
     return ckpt_path not in ("auto", "last")
 
 
@@ -367,7 +367,7 @@ def holds_weights_only(path: Path) -> bool:
 def _check_not_weights_only(
     roots: Iterable[Path], state: Ranks, advice: str, *, on_each_node: bool
 ) -> None:
-    """Raise if the only checkpoints hold weights alone; call it if no full one exists."""
+    """Raise if there are only weights-only checkpoints; call it if no full one exists."""
 
     def find() -> list[Path]:
         if not is_writer_rank(state, on_each_node):
@@ -392,7 +392,7 @@ def _difference(number: int, listed: Mapping[int, Listed]) -> str | None:
     if lacking := [str(rank) for rank, listing in listed.items() if number not in listing]:
         return f"the machine of rank {', '.join(lacking)} does not have it"
     runs = {rank: listing[number][1] for rank, listing in listed.items()}
-    if len(set(runs.values()) - {None}) > 1:  # None: a damaged one, whose run is unknown
+    if len(set(runs.values()) - {None}) > 1:  # None: damaged, so its run is unknown
         return f"the machines have it from different runs ({_listing(runs)})"
     return None
 
@@ -402,7 +402,7 @@ def _listing(runs: Mapping[int, str | None]) -> str:
 
 
 class _Verdict(NamedTuple):
-    """Why a checkpoint is not used."""
+    """The reason why a checkpoint is not used."""
 
     text: str
     damaged: bool  # False: a later release wrote it
@@ -418,7 +418,7 @@ def _verdict(path: Path, check: Check, share: tuple[int, int]) -> _Verdict | Non
 
 
 def _of_one_run(choose_here: Callable[[], Path], state: Ranks, on_each_node: bool) -> Path:
-    """Return this rank's choice, checked to be of the same run on all machines."""
+    """Return this rank's choice, and check that all machines chose the same run."""
     if state.num_processes == 1:
         return choose_here()
 
@@ -563,7 +563,7 @@ def choose_state(
 def number_of(path: Path) -> int:
     """Return the number in an automatic name."""
     match = NUMBERED.fullmatch(path.name)
-    assert match is not None  # it was named automatically
+    assert match is not None  # `path` has an automatic name
     return int(match[1])
 
 
@@ -588,10 +588,10 @@ def _numbered(root: Path) -> dict[int, Path]:
 
 
 def displaced_by(target: Path, limit: int | None) -> list[Path]:
-    """Return the checkpoints that a save to ``target`` displaces, the lowest numbers.
+    """Return the checkpoints that a save to ``target`` displaces: those with the lowest numbers.
 
     Raises:
-        ValueError: This number or a higher one exists: such checkpoints are another run's.
+        ValueError: A checkpoint with this or a higher number exists, from another run.
     """
     existing = _numbered(target.parent)
     ours_next = number_of(target)

@@ -1,8 +1,8 @@
 """Save a checkpoint on all ranks.
 
 Each step runs on all ranks, and raises on all of them if it fails on one. The writer rank writes
-the checkpoint files that are not per rank. If all ranks share one disk, it is rank 0. If each
-machine has its own disk, it is the rank with local rank 0 on each machine.
+the files that are not per rank. If all ranks share one disk, it is rank 0. If each machine has its
+own disk, it is the rank with local rank 0 on each machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_writer_rank(state: Ranks, on_each_node: bool) -> bool:
 
 
 def share_of(state: Ranks, on_each_node: bool) -> tuple[int, int] | None:
-    """Return which share of a checkpoint this rank checks, see `trainer.checkpoint.verify`.
+    """Return the share of a checkpoint that this rank checks, see `trainer.checkpoint.verify`.
 
     Ranks that share a disk check each file once. If each machine has its own, its writer rank
     checks all, and the result is None on the other ranks.
@@ -168,7 +168,7 @@ def run_on_all_ranks(
     if state.num_processes > 1:
         payloads = all_gather_payloads(operation, payload, group)
         outcomes = [pickle.loads(data) for data in payloads]  # noqa: S301 - from this run's ranks
-    by_text: dict[str, list[str]] = {}  # ranks by error text: many may fail alike
+    by_text: dict[str, list[str]] = {}  # ranks by error text; many may fail alike
     for rank, (_, text) in enumerate(outcomes):
         if text is not None:
             by_text.setdefault(text.rstrip("."), []).append(str(rank))
@@ -190,7 +190,7 @@ def raise_on_all_ranks(
     Args:
         check: Raises a ``ValueError`` if the input is invalid.
         state: The ranks.
-        here: Whether this rank runs the check.
+        here: Whether to run the check on this rank.
         operation: See :func:`run_on_all_ranks`.
 
     Raises:
@@ -223,16 +223,18 @@ def _describe(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """Where a checkpoint is saved, and which other paths its commit changes.
+    """The path of a checkpoint to save, and the other paths that its commit changes.
 
     Attributes:
-        target: The checkpoint's folder; a checkpoint there is replaced. The writer rank's counts.
+        target: The checkpoint's folder; a checkpoint there is replaced. The writer rank's value is
+            used.
         on_each_node: The machines share no disk, so each keeps a complete checkpoint.
         shared: ``target`` may hold the user's files, which stay.
-        links: Symlinks to make after the commit, if True; see `trainer.checkpoint.storage.link`.
-            Those with False are removed at last, if what they point to is gone.
+        links: Symlinks by path. True creates one after the commit, see
+            `trainer.checkpoint.storage.link`; False removes a dangling one at the end.
         displaces: Checkpoints to remove after the links are made. Failures are logged.
-        mirror: Uploads it after the commit; None without one, and on other ranks than rank 0.
+        mirror: Uploads the checkpoint after the commit; None without a mirror, and on ranks other
+            than 0.
         operation: The public function that the user called, for :func:`run_on_all_ranks`.
     """
 
@@ -245,7 +247,7 @@ class SaveRequest:
     operation: str = CHECKPOINT
 
     def absolute(self) -> SaveRequest:
-        """Return it with absolute paths, as hooks may change the working directory meanwhile."""
+        """Return a copy with absolute paths, since hooks may change the working directory."""
         return replace(
             self,
             target=self.target.absolute(),
@@ -275,8 +277,9 @@ def save_checkpoint(
         state: The ranks.
         group: The process group of the collectives. A background save needs its own group, since
             its collectives would mix with those of training.
-        before: Called with the staging folder before ``write``, each once the one before has ended
-            on all ranks, so they may call collectives. Ranks may have different numbers of them.
+        before: Functions called with the staging folder before ``write``. Each starts after the
+            previous one has ended on all ranks, so they may call collectives. Their number may
+            differ between ranks.
         needs: The number of bytes that must be free; 0 if unknown.
 
     Returns:
@@ -311,7 +314,7 @@ def save_checkpoint(
                 raise
             raise CheckpointError(no_shared_disk(staging, writer_rank)) from error
 
-    # Nothing is written if a rank is in another call.
+    # Nothing is written if a rank is in another operation.
     hook_count = max(step("begin", lambda: len(before)))
     writer_rank = writer_rank_of(state, on_each_node, group, operation=f"{operation} (machines)")
     staging, target = step("folder", open_)[writer_rank]
@@ -336,7 +339,7 @@ def save_checkpoint(
 
 
 def no_shared_disk(staging: Path, writer_rank: int) -> str:
-    """Return the message that a staging folder of the writer rank is not seen by this one."""
+    """Return the error message for a rank that cannot see the writer rank's staging folder."""
     return (
         f"{staging}, which rank {writer_rank} has created, does not exist on "
         f"{socket.gethostname()}. If the machines share no disk, save on each of them: "
@@ -346,7 +349,7 @@ def no_shared_disk(staging: Path, writer_rank: int) -> str:
 
 
 def _link_and_remove(target: Path, request: SaveRequest) -> None:
-    """Let links point to a committed checkpoint; then remove those that it displaces."""
+    """Point links to a committed checkpoint, then remove the checkpoints that it displaces."""
     for link_path in (path for path, wanted in request.links.items() if wanted):
         link_or_warn(target, link_path)
     if request.mirror is not None:
@@ -359,7 +362,7 @@ def _link_and_remove(target: Path, request: SaveRequest) -> None:
 
 
 def link_or_warn(target: Path, name: Path) -> None:
-    """Give a checkpoint a further name; a failure is only logged."""
+    """Link another name to a checkpoint; a failure is only logged."""
     try:
         link(target, name)
     except OSError as error:
@@ -369,7 +372,7 @@ def link_or_warn(target: Path, name: Path) -> None:
 def remove_or_warn(path: Path) -> None:
     """Delete an obsolete checkpoint; a failure is only logged, so that the run continues."""
     try:
-        if path.exists():  # otherwise it was deleted by somebody else
+        if path.exists():  # otherwise someone else deleted it
             remove(path)
     except (CheckpointError, OSError) as error:
         logger.warning("An old checkpoint was not removed: %s", error)

@@ -1,14 +1,15 @@
 """Save nested state (a tree) as JSON, with its tensors in a safetensors file, without pickle.
 
-Values that every JSON parser reads back exactly are written unchanged. Any other value is written
-as an object whose key ``$`` names the type::
+Values that every JSON parser reads back exactly are written unchanged. Other values are written as
+objects whose key ``$`` names the type::
 
     {"$": "tensor", "name": "state.0.exp_avg"}          # the bytes are in <stem>.safetensors
     {"$": "dict", "items": [[0, …], [1, …]]}            # keys that are not strings keep their type
 
 A loaded tree equals the saved one bit for bit, with the same types, with these exceptions:
 
-* tensors are plain and on the CPU, and none share memory: tensors that did are separate copies;
+* tensors are plain and on the CPU, and none share memory: tensors that shared memory become
+  separate copies;
 * numpy arrays are C-contiguous;
 * a named tuple has the same type name and fields, but a new class.
 """
@@ -49,9 +50,9 @@ DTYPES = frozenset(
     }
 )
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that hold the values that they show
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensor types whose storage holds their values
 
-_MARK = b"cadence-extra-state\0"  # what a tensor of other data than a tensor begins with
+_MARK = b"cadence-extra-state\0"  # begins a tensor that encodes other data
 _OTHERWISE = ", or, if it is a buffer that is recomputed, register it with persistent=False"
 
 _LARGEST = 1 << 30  # bytes; the limit for a tree's JSON
@@ -66,7 +67,7 @@ class _Tensors(dict[str, torch.Tensor]):
     """The tensors of a tree by name.
 
     Attributes:
-        shards: Where sharded tensors are stored, or read: a `Shards` or `ShardReader` of
+        shards: Stores or reads sharded tensors: a `Shards` or `ShardReader` of
             `trainer.checkpoint.sharded_state`; None if there are none.
     """
 
@@ -97,7 +98,7 @@ def encode_tree(tree: object, stem: str, shards: Any = None) -> tuple[str, dict[
     Args:
         tree: The tree.
         stem: The files' name before the dot.
-        shards: Takes the tree's sharded tensors, see `trainer.checkpoint.sharded_state`.
+        shards: Collects the tree's sharded tensors, see `trainer.checkpoint.sharded_state`.
 
     Raises:
         TypeError: See :func:`save_tree`.
@@ -137,7 +138,7 @@ def load_tree(
         directory: The folder.
         stem: The files' name before the dot.
         files: The names of the files that may be read; None if all may.
-        shards: Gives the tree's sharded tensors, see `trainer.checkpoint.sharded_state`.
+        shards: Provides the tree's sharded tensors, see `trainer.checkpoint.sharded_state`.
         read: Reads the file of tensors; None reads whole tensors.
 
     Raises:
@@ -164,12 +165,12 @@ def portable(tensor: torch.Tensor, where: object, otherwise: str = "") -> torch.
     Args:
         tensor: The tensor.
         where: Its name in an error message.
-        otherwise: What else helps, for the end of the message.
+        otherwise: Further advice, for the end of the message.
 
     Raises:
         TypeError: If it is of a subclass, has no data, is sparse, or has an unsupported dtype.
     """
-    if type(tensor) not in PLAIN:  # all tensors pass here on their way to a file
+    if type(tensor) not in PLAIN:  # every tensor passes here before it is written
         fix = "save the result of its full_tensor() (if it is sharded) or dequantize()"
     elif tensor.layout != torch.strided:
         fix = "save its to_dense()"
@@ -196,12 +197,12 @@ def portable_weight(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def check_weight(name: str, value: object) -> None:
-    """Check that a weight, or what ``get_extra_state`` gave, can be saved, without copying it.
+    """Check without a copy that a weight, or a result of ``get_extra_state``, can be saved.
 
-    Only plain tensors are checked: an engine may save others in another form.
+    Only plain tensors are checked: an engine may convert others before saving.
 
     Raises:
-        TypeError: It cannot.
+        TypeError: It cannot be saved.
     """
     if not isinstance(value, torch.Tensor):
         extra_state_tensor(name, value)
@@ -211,14 +212,14 @@ def check_weight(name: str, value: object) -> None:
 
 
 def extra_state_tensor(name: str, value: object) -> torch.Tensor:
-    """Return what ``get_extra_state`` gave, other than a tensor, as bytes in a uint8 tensor.
+    """Encode a result of ``get_extra_state`` that is no tensor as bytes in a uint8 tensor.
 
     Args:
         name: Its key in the state dict.
         value: Nested plain data and tensors, see :func:`save_tree`.
 
     Raises:
-        TypeError: The value is of another key, or holds what cannot be saved.
+        TypeError: The key is not one of ``get_extra_state``, or the value cannot be saved.
     """
     from safetensors.torch import save
 
@@ -295,15 +296,15 @@ def stream_tensors(
         metadata: Strings by name.
 
     Raises:
-        TypeError: A tensor is not a plain dense one with data, or has a dtype without a name here.
+        TypeError: A tensor is not a plain dense one with data, or safetensors lacks its dtype.
         OSError: If writing fails.
     """
     with open(file, "wb") as stream:
         write_header(stream, described, metadata)
-        tensors = iter(values)  # zip would keep the last one while it gets the next
+        tensors = iter(values)  # zip would keep a tensor while the next one is made
         for name in described:
             host = portable_weight(next(tensors).detach(), name).cpu()
-            stream.write(as_bytes(host).numpy().data)  # tofile would lose the error's number
+            stream.write(as_bytes(host).numpy().data)  # tofile would lose the errno
             del host
 
 
@@ -324,7 +325,7 @@ def write_header(stream: BinaryIO, described: Mapping[str, Any], metadata: Any =
 
 
 def aligned(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors in the order of their path in a file: wide dtypes first, so that all align.
+    """Return tensors in file order: wide dtypes first, so that all are aligned.
 
     Args:
         described: Anything with ``dtype``, by name.
@@ -336,7 +337,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in safetensors files."""
     from safetensors.torch import save
 
-    if dtype not in DTYPES or dtype == torch.float4_e2m1fn_x2:  # whose shape counts pairs
+    if dtype not in DTYPES or dtype == torch.float4_e2m1fn_x2:  # its shape counts pairs of values
         raise TypeError(f"Weights of dtype {dtype} cannot be streamed to a safetensors file.")
     raw = save({"value": torch.empty(0, dtype=dtype)})
     return str(json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])["value"]["dtype"])
@@ -440,7 +441,7 @@ def _encode_tuple(value: tuple[Any, ...], path: _KeyPath, tensors: _Tensors) -> 
 
 def _encode_set(value: Iterable[Any], path: _KeyPath, tensors: _Tensors) -> Any:
     items = [_encode(item, path, tensors) for item in value]
-    # Sorted, so that equal sets give equal files.
+    # Sorted, so that equal sets are written as equal files.
     return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
 
 

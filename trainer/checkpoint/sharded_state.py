@@ -1,11 +1,11 @@
 """Sharded tensors in a checkpoint: each process writes the parts that it holds.
 
-``shard-<rank>.safetensors`` holds a process's parts, with the offsets of each in the header under
-the keys that torch's ``HuggingFaceStorageReader`` reads. The second parts of tensors of which a
-process has several are in ``shard-<rank>-1.safetensors``, and so on. ``shards.json`` holds the
-whole shape and dtype of each tensor, so that a missing part is noticed. Parts are written without
-communication, and read by any layout of processes: each reads only the bytes of what it holds, one
-tensor at a time, into tensors that exist where there are such.
+``shard-<rank>.safetensors`` holds a process's parts. The header has the offsets of each part, under
+the keys that torch's ``HuggingFaceStorageReader`` reads. If a process has several parts of a
+tensor, the second ones are in ``shard-<rank>-1.safetensors``, and so on. ``shards.json`` holds the
+full shape and dtype of each tensor, so that a missing part is noticed. Writing needs no
+communication. Any layout of processes can read the files: each process reads only the bytes of its
+own parts, one tensor at a time, into existing tensors where possible.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ class Shards:
     def __init__(self, rank: int, mesh: Any = None) -> None:
         self._rank, self._mesh = rank, mesh
         self._parts: dict[str, Tensor] = {}
-        self._places: dict[str, tuple[int, str, list[int]]] = {}  # file, name and offsets of each
+        self._places: dict[str, tuple[int, str, list[int]]] = {}  # (file, name, offsets)
         self._index: dict[str, Any] = {}
         self._seen: dict[object, tuple[str, object]] = {}
 
     def add(self, name: str, tensor: Any) -> str:
         """Add a tensor, sharded or the same on all processes; return the name it is stored under.
 
-        Tensors that share memory, such as tied weights, are stored once.
+        Tensors that share memory, for example tied weights, are stored once.
         """
         parts = local_parts(tensor)
-        if isinstance(tensor, LocalShards):  # all processes find the same, also those without parts
+        if isinstance(tensor, LocalShards):  # the same on all processes, even without parts
             memory: object = id(tensor)
         else:
             offsets, local = parts[0]
@@ -102,10 +102,10 @@ class Shards:
 
         Args:
             state_dict: The weights by name; those of lazy modules without values are left out.
-            section: What their names begin with, which tells the models of a checkpoint apart.
+            section: A prefix for their names, which distinguishes the models of a checkpoint.
 
         Raises:
-            TypeError: A value is not a tensor, and no plain data of ``get_extra_state``.
+            TypeError: A value is neither a tensor nor plain data from ``get_extra_state``.
         """
         for name, tensor in state_dict.items():
             if not (isinstance(tensor, Tensor) or is_sharded(tensor)):
@@ -118,7 +118,7 @@ class Shards:
             self._index[section + name]["section"] = section
 
     def _writes(self, tensor: Any) -> bool:
-        """Return whether this process is the first of those that hold the same part."""
+        """Return whether this process is the first that holds this part."""
         if isinstance(tensor, LocalShards):
             return tensor.saved
         if not is_sharded(tensor):
@@ -130,7 +130,7 @@ class Shards:
             for coordinate, placement in zip(where, tensor.placements, strict=True)
             if placement.is_replicate()
         ]
-        # Along dimensions of all processes that the tensor's mesh lacks, it is the same, too.
+        # The tensor is also replicated along mesh dimensions that its own mesh lacks.
         dimensions = mesh.mesh_dim_names or ()
         root = zip(self._mesh.mesh_dim_names or (), self._mesh.get_coordinate(), strict=True)
         same += [coordinate for name, coordinate in root if name not in dimensions]
@@ -166,14 +166,14 @@ class Shards:
 
 
 class ShardedTensor:
-    """A tensor in the files of a checkpoint; any region of it can be read.
+    """A tensor in the files of a checkpoint; any region can be read.
 
-    ``tensor.copy_(sharded)`` reads the region that `tensor` holds; ``load_state_dict`` does so. In
-    other functions of torch the whole tensor takes its place.
+    ``tensor.copy_(sharded)`` reads the region that `tensor` holds, as ``load_state_dict`` does.
+    Other torch functions receive the whole tensor.
 
     Args:
-        files: Returns the files to search for parts of it.
-        name: Its name there.
+        files: Returns the files to search for its parts.
+        name: Its name in the files.
         shape: The shape of the whole tensor.
         dtype: Its dtype.
     """
@@ -208,14 +208,14 @@ class ShardedTensor:
         return self.shape
 
     def __getitem__(self, region: Sequence[slice]) -> Tensor:
-        """Return a region that has a slice of each dimension; see `read`."""
+        """Return the region given by one slice per dimension; see `read`."""
         return self.read([s.start for s in region], [s.stop - s.start for s in region])
 
     def read(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a region, on the CPU.
 
         Raises:
-            CheckpointError: A part of it is in no file.
+            CheckpointError: No file has some part of the region.
         """
         region = torch.empty(tuple(shape), dtype=self.dtype)
         filled = 0
@@ -252,8 +252,8 @@ def _whole(value: Any) -> Any:
 class TensorFile:
     """A safetensors file, of whole tensors or parts.
 
-    It is read, not memory-mapped: pages of a map count as memory of the process, and are lost with
-    the file.
+    It is read rather than memory-mapped. Mapped pages count as memory of the process, and are lost
+    if the file is removed.
 
     Attributes:
         metadata: Strings by name.
@@ -281,7 +281,7 @@ class TensorFile:
             }
 
     def tensors(self) -> dict[str, ShardedTensor]:
-        """Return the tensors of a file that holds whole ones, by name, to be read later."""
+        """Return the tensors of a file of whole tensors by name, to be read later."""
         dtypes = dtypes_by_name()
         return {
             name: ShardedTensor(lambda: [self], name, entry["shape"], dtypes[entry["dtype"]])
@@ -297,7 +297,7 @@ class TensorFile:
         offsets, shape, begin = self.parts[name]
         sizes = [b - a for a, b in zip(low, high, strict=True)]
         first = [a - o for a, o in zip(low, offsets, strict=True)]
-        # Dimensions after this one are read whole, so that its values lie behind one another.
+        # Dimensions after this one are read whole, so that the values are contiguous.
         last = max((d for d, size in enumerate(sizes) if size != shape[d]), default=0)
         strides = [*accumulate(reversed(shape[1:]), mul, initial=1)][::-1]
         width = into.dtype.itemsize
@@ -337,10 +337,10 @@ class ShardReader:
         self._opened: list[TensorFile] = []
 
     def shards(self) -> Iterator[TensorFile]:
-        """Yield the shards; the first ones have the number of this process.
+        """Yield the shards; this process's own come first.
 
-        On the layout that they were saved on it has all that this process needs. So each is opened
-        only when it is asked for.
+        If the layout is unchanged, these are all that this process needs, so each shard is opened
+        only when it is requested.
         """
         yield from self._opened
         for shard in self._unopened:
@@ -363,7 +363,7 @@ class ShardReader:
         }
 
     def tied(self, section: str = "") -> dict[str, str]:
-        """Return the further names of tied weights of a model, each with the stored name."""
+        """Return the additional names of a model's tied weights, each with the stored name."""
         return {
             name.removeprefix(section): entry["tied"].removeprefix(section)
             for name, entry in self._index.items()
@@ -377,14 +377,14 @@ def materialize(source: Tensor | ShardedTensor) -> Tensor:
 
 
 def like(source: Tensor | ShardedTensor, target: Any) -> Tensor:
-    """Return a tensor's values, sharded as another tensor of its shape is."""
+    """Return a tensor's values, sharded like another tensor of the same shape."""
     if not is_sharded(target) or tuple(source.shape) != tuple(target.shape):
         return materialize(source)
     from torch.distributed.tensor import DTensor
 
     offsets, local = local_part(target)
     part = region_of(source, offsets, local.shape)
-    part = part.clone() if isinstance(source, Tensor) else part  # and let go of the others
+    part = part.clone() if isinstance(source, Tensor) else part  # to free the other parts
     return DTensor.from_local(
         part.to(device=local.device, dtype=source.dtype),
         target.device_mesh,
@@ -396,10 +396,10 @@ def like(source: Tensor | ShardedTensor, target: Any) -> Tensor:
 
 
 def state_like(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved optimizer state whose tensors are sharded as the optimizer's parameters are.
+    """Return a saved optimizer state, with tensors sharded like the optimizer's parameters.
 
-    A tensor that the optimizer has for it already is filled and returned, so that the state is not
-    held twice.
+    If the optimizer already has a tensor for it, that tensor is filled and returned, so that memory
+    is not used twice.
 
     Args:
         optimizer: The optimizer.
@@ -409,7 +409,7 @@ def state_like(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         return resharded(saved, None)  # type: ignore[no-any-return]  # a mapping like `saved`
     saved = {**saved, "param_groups": resharded(saved["param_groups"], None)}
     if getattr(optimizer, "driver", None) is not None:
-        return saved  # the engine takes its parts
+        return saved  # the engine selects its parts
     numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
     here = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     state = dict(saved["state"])
@@ -424,7 +424,7 @@ def state_like(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _placed(value: Any, parameter: Any, current: Any) -> Any:
-    """Return a value of a parameter's state, if it is a tensor sharded as the parameter is."""
+    """Return a value of a parameter's state; if it is a tensor, shard it like the parameter."""
     if not isinstance(value, (Tensor, ShardedTensor)):
         return resharded(value, current)
     alike = is_sharded(current) and (current.dtype, current.shape) == (value.dtype, value.shape)
@@ -439,8 +439,8 @@ def resharded(saved: Any, here: Any, named: Mapping[str, Tensor] | None = None) 
 
     Args:
         saved: Nested dicts and lists, as read.
-        here: The present state, whose tensors tell how those at the same place are sharded.
-        named: Tensors by name, such as parameters, that tell it where `here` has no such place.
+        here: The present state, whose tensors define the sharding of tensors at the same place.
+        named: Tensors by name, such as parameters, that define it where `here` has no such place.
     """
     if isinstance(saved, ShardedTensor):
         return like(saved, here) if isinstance(here, Tensor) else saved.whole()

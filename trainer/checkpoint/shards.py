@@ -33,7 +33,7 @@ from trainer.checkpoint.weights import (
 )
 from trainer.errors import CheckpointError
 
-_DISTRIBUTED = ".metadata"  # what torch.distributed.checkpoint writes beside its .distcp files
+_DISTRIBUTED = ".metadata"  # what torch.distributed.checkpoint writes next to its .distcp files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +63,8 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
 
     Args:
         checkpoint: A folder with ``model.safetensors`` or shards and their index, such as
-            ``save_model`` and the Trainer write; or one of these files, where one shard of a
-            checkpoint stands for all. Of a folder of ``save_state``, the first model is taken.
+            ``save_model`` and the Trainer write; or one of these files; one shard selects all
+            shards of its checkpoint. For a folder of ``save_state``, the first model is used.
         output: A file that ends in ``.safetensors``.
 
     Raises:
@@ -75,7 +75,7 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
     """
     target, source = Path(output), Path(checkpoint)
     if source.name == INDEX or fnmatch(source.name, SHARD):
-        source = source.parent  # one of them alone has parts of tensors
+        source = source.parent  # one file alone has only parts of tensors
     folder = locate(source)
     sharded = (folder / INDEX).is_file() and not (folder / WEIGHTS_NAME).is_file()
     if target.suffix != ".safetensors":

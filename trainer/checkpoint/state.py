@@ -1,7 +1,7 @@
-"""The registry of what has state: parts by name, in the order in which they are restored.
+"""The registry of objects with state: parts by name, in the order in which they are restored.
 
-A fit and an `Accelerator` list their parts in such a mapping; saving and loading go over it. An
-object of torch or of the user is a part as it is, or through one of the adapters here.
+A fit and an `Accelerator` list their parts in such a mapping, which saving and loading iterate
+over. A torch or user object is a part itself, or is wrapped in one of the adapters here.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class StateFunctions:
 
 
 class PlacedState:
-    """An object whose saved tensors are placed, sharded and typed as its own are.
+    """An object whose saved tensors get the device, sharding and dtype of its own tensors.
 
     Args:
         owner: An optimizer, a scheduler, or any other object with a state.
-        models: The bare modules that have an optimizer's parameters.
+        models: The bare modules that own an optimizer's parameters.
         dtypes: See `trainer.optim.state.load_state`.
 
     Attributes:
@@ -60,7 +60,7 @@ class PlacedState:
         self.kind = type(owner).__name__
 
     def state_dict(self) -> Any:
-        """Return the state; that of an optimizer has the modules' own parameter names."""
+        """Return the state; an optimizer's state uses the modules' own parameter names."""
         return state_of(self._owner, self._models)
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -91,10 +91,10 @@ class RankStates:
 
     Attributes:
         states: The states in the order of ranks.
-        data_size: `dp_size` at the save. Ranks that shared their data saved it alike.
-        rank: The rank of this process, in the run that loads; likewise the following.
+        data_size: `dp_size` at the save. Ranks that share data have saved the same data state.
+        rank: The rank of this process. This and the following fields describe the run that loads.
         world_size: The number of processes.
-        dp_rank: Which share of the data this process reads.
+        dp_rank: The index of the data share that this process reads.
         dp_size: The number of shares.
     """
 
@@ -107,12 +107,12 @@ class RankStates:
 
     @property
     def same(self) -> bool:
-        """Whether as many processes saved, on as many shares of the data."""
+        """Whether the numbers of processes and of data shares are unchanged since the save."""
         return len(self.states) == self.world_size and self.data_size == self.dp_size
 
     @property
     def own(self) -> Any:
-        """This rank's state, else that of the first rank that read its share; None without one."""
+        """This rank's state, else that of its data share's first rank; None if there is none."""
         if self.same:
             return self.states[self.rank]
         first = self.dp_rank * (len(self.states) // self.data_size)
@@ -122,18 +122,19 @@ class RankStates:
     def to_merge(self) -> Sequence[Any]:
         """The states that the processes of this rank's share of the data have to merge.
 
-        If the number of shares has changed, it is all of them, and rank 0 holds the result.
+        If the number of shares has changed, these are all states, and rank 0 holds the merged
+        result.
         """
         if self.same:
             return self.states[self.rank : self.rank + 1]
         if self.data_size != self.dp_size:
             return self.states
-        ranks = len(self.states) // self.data_size  # of each share
+        ranks = len(self.states) // self.data_size  # ranks per share
         return self.states[self.dp_rank * ranks : (self.dp_rank + 1) * ranks]
 
 
 def collect(parts: Parts) -> dict[str, Any]:
-    """Return the states of all parts as one tree; None is that of a part that is None."""
+    """Return the states of all parts as one tree; the state of a part that is None is None."""
     states: dict[str, Any] = {}
     for key, part in parts.items():
         state: Any = None if part is None else part.state_dict()
@@ -148,13 +149,13 @@ def restore(
     *,
     optional: Collection[Any] = (),
 ) -> None:
-    """Restore parts in their order from the tree that `collect` gave, or from those of all ranks.
+    """Restore parts in order, from one tree of `collect`, or from the trees of all ranks.
 
     Args:
         parts: The parts.
         saved: The tree, or the trees of all ranks; parts are then given `RankStates`.
         where: The checkpoint, for errors; empty if the caller names it.
-        optional: Keys of parts that stay as they are where the tree does not have them: earlier
+        optional: Keys of parts that stay unchanged if the tree lacks them, because earlier
             releases, other engines and other libraries do not save them.
 
     Raises:
@@ -181,7 +182,7 @@ def restore(
         except CheckpointError as error:
             if not where:
                 raise
-            # With the cause of what a part could not read; an error of ours says all itself.
+            # Keep the cause of a part's error; an error of ours already says everything.
             raise CheckpointError(f"{where}: {error}") from error.__cause__
 
 

@@ -18,14 +18,14 @@ deleted::
     root/replaced-step-00000100/            an old checkpoint whose folder also held other files
     root/abandoned-step-00000100/           a later checkpoint than the one a run resumed from
 
-A checkpoint may have further names, symlinks that :func:`link` makes.
+A checkpoint may have additional names: symlinks made by :func:`link`.
 
 An `Accelerator` also saves into a folder that holds the user's files. It cannot be replaced by a
 rename, so the files are moved into it from ``folder/.cadence-staging/``. That save is committed
-when the manifest there is written: from then on readers use the staging folder, until every file
-is linked into the target. If the process is killed in between, the next save finishes the move.
-The target's old manifest goes before the first file moves and its new one comes last, so that no
-reader takes a mixture for a checkpoint. Reading changes nothing on the disk.
+when the manifest there is written: from then on readers use the staging folder, until every file is
+linked into the target. If the process is killed in between, the next save finishes the move. The
+target's old manifest is removed before the first file is moved, and the new one is added last, so
+that no reader takes a mixture for a checkpoint. Reading changes nothing on the disk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = module_logger(__name__)
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
-# The types of fields, if they are there; an int counts something.
+# The types of the fields, where present; an int is a count.
 _TYPES: dict[str, Any] = {
     "files": dict,
     **dict.fromkeys(("step", "epoch", "world_size", "data_size"), int),
@@ -78,7 +78,7 @@ def write_temporary(file: Path, write: Callable[[Path], object]) -> Path:
 
     Args:
         file: The final path; the caller renames the result to it.
-        write: Writes to the path that it is given.
+        write: Called with the path to write to.
 
     Returns:
         The hidden file. If ``write`` fails, it is removed.
@@ -135,7 +135,7 @@ def write_manifest(
     Args:
         staging: The folder.
         fields: The caller's fields.
-        described: What `describe_files` has returned for some of the files; the others are read.
+        described: The results of `describe_files` for some of the files; other files are read.
 
     Raises:
         TypeError: If a field cannot be written as JSON.
@@ -156,10 +156,10 @@ def write_manifest(
 def add_files(staging: Path, target: Path) -> None:
     """Add the files of a folder to a committed checkpoint, and list them in its manifest.
 
-    A reader sees the checkpoint without them or with all. Files that it has already stay.
+    A reader sees either none or all of the new files. Existing files are kept.
 
     Raises:
-        CheckpointError: ``target`` is no checkpoint, or a file has a name that is not portable.
+        CheckpointError: ``target`` is not a checkpoint, or a file has a name that is not portable.
         OSError: The disk fails.
     """
     manifest = read_manifest(target)
@@ -175,14 +175,14 @@ def add_files(staging: Path, target: Path) -> None:
 
 
 def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a manifest that its writer has given to `commit`."""
+    """Return the fields of a manifest that its writer passed to `commit`."""
     return {name: value for name, value in manifest.items() if name not in _OWN_FIELDS}
 
 
 def _manifest_text(fields: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     files = dict(sorted(files.items()))
     document = {"format_version": FORMAT_VERSION, **fields, "files": files}
-    manifest = to_json(document)  # the same values that a reader will parse
+    manifest = to_json(document)  # the values as a reader will parse them
     text = dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
     if len(text) >= LARGEST:
         raise ValueError(
@@ -193,10 +193,10 @@ def _manifest_text(fields: Mapping[str, Any], files: Mapping[str, Any]) -> str:
 
 
 def describe_files(staging: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Sync files in a folder to the disk; return the size in bytes and SHA-256 of each by name.
+    """Sync files in a folder to disk; return the size in bytes and SHA-256 of each by name.
 
     Raises:
-        CheckpointError: One is no regular file, or has a name that is not portable.
+        CheckpointError: A file is not a regular file, or its name is not portable.
     """
     described = {}
     for name in sorted(names):
@@ -284,8 +284,8 @@ def verify(path: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) 
         path: The checkpoint.
         hashes: Also check the files' hashes, which reads the whole checkpoint. False checks only
             their sizes.
-        share: A process's number and the number of processes that check the hashes together: each
-            checks those of its share of the bytes.
+        share: The process's number and the number of processes that check the hashes together; each
+            checks the files in its share of the bytes.
 
     Returns:
         The manifest.
@@ -318,7 +318,7 @@ def verify(path: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) 
 
 
 def share_of_files(files: Mapping[str, Any], number: int, count: int) -> set[str]:
-    """Return the files of one of `count` shares of about as many bytes."""
+    """Return the files of one of `count` shares with about equal numbers of bytes."""
     filled = [0] * count
     ours = set()
     for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
@@ -436,7 +436,7 @@ def _folders_of(names: Collection[str]) -> list[str]:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is a folder, and no link to one."""
+    """Return whether a path is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -573,7 +573,7 @@ def commit(
 
 
 def link(target: Path, name: Path) -> None:
-    """Give a checkpoint a further name: a relative symlink, which replaces another one.
+    """Give a checkpoint another name, by a relative symlink; an existing symlink is replaced.
 
     Raises:
         OSError: The file system has no symlinks, or something else has the name.
@@ -588,7 +588,7 @@ def link(target: Path, name: Path) -> None:
 
 
 def link_files(path: Path) -> Path | None:
-    """Return a hidden folder with hard links to a checkpoint's files, which outlasts its removal.
+    """Return a hidden folder with hard links to a checkpoint's files, which outlast the checkpoint.
 
     Without hard links on the file system, the files are copied. The caller deletes the folder.
 
@@ -744,7 +744,7 @@ def clear(path: Path) -> None:
     """Delete a staging or trash folder, if it exists.
 
     Raises:
-        OSError: If it is a symlink or no folder, or cannot be deleted.
+        OSError: If it is a symlink or not a folder, or cannot be deleted.
     """
     if is_folder(path):
         shutil.rmtree(path)
@@ -833,7 +833,7 @@ def examine(
         CheckpointError: See :func:`verify`.
     """
     path = locate(target)
-    alone = share[1] == 1  # else a process knows only its share, but all must read one folder
+    alone = share[1] == 1  # a share alone cannot decide which folder to read
     if (manifest := _committed(path / STAGING, hashes=hashes and alone)) is not None:
         path = path / STAGING
         return path, manifest if alone else verify(path, hashes=hashes, share=share)
@@ -848,7 +848,7 @@ def is_shared(target: Path) -> bool:
     if target.is_symlink() or os.path.ismount(target) or target.resolve() == Path.cwd().resolve():
         return True
     if not is_ours(target):
-        return True  # a damaged manifest does not tell which files are the checkpoint's
+        return True  # a damaged manifest does not show which files belong to the checkpoint
     return bool(unknown_files(target, read_manifest(target)))
 
 

@@ -1,8 +1,8 @@
 """Weights: to and from safetensors that any tool can read, in one file or in shards.
 
-A file uses the user's own names, see :mod:`trainer.names`. A tied tensor (one with several names)
-is stored once, under its first name. Every other name is an entry ``other: first`` in the file's
-metadata, as in ``safetensors.torch.save_model``.
+Files use the user's own parameter names, see :mod:`trainer.names`. A tied tensor (one with several
+names) is stored once, under its first name. Every other name is an entry ``other: first`` in the
+file's metadata, as in ``safetensors.torch.save_model``.
 
 :func:`save_model` writes what other libraries read::
 
@@ -47,7 +47,7 @@ from trainer.tree import gathered, is_sharded
 WEIGHTS_NAME = "model.safetensors"
 BIN_NAME = "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"
-# The command for a folder of torch.distributed.checkpoint, whose metadata is a pickle.
+# The command that converts a folder of torch.distributed.checkpoint, whose metadata is a pickle.
 CONVERTS = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {} weights.bin"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", re.IGNORECASE)
@@ -67,7 +67,8 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
         The file written.
 
     Raises:
-        TypeError: If a value is not a plain dense tensor, and no plain data of ``get_extra_state``.
+        TypeError: If a value is neither a plain dense tensor nor plain data from
+            ``get_extra_state``.
     """
     tensors, tied = separate_tied({_bare(name): value for name, value in state_dict.items()})
     file = _file(path)
@@ -76,7 +77,7 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
 
 
 def own_names(module: torch.nn.Module, named: Mapping[str, T]) -> dict[str, T]:
-    """Rename entries to the keys of the module's ``state_dict()``, whatever wrappers either has.
+    """Rename entries to the keys of the module's ``state_dict()``, ignoring wrappers on both sides.
 
     Names that the module does not have are left unchanged.
     """
@@ -97,7 +98,7 @@ def separate_tied(
         to its first name.
 
     Raises:
-        TypeError: If a value is not a tensor, and no plain data of ``get_extra_state``.
+        TypeError: If a value is neither a tensor nor plain data from ``get_extra_state``.
     """
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
@@ -138,7 +139,7 @@ def weights_metadata(stored: Container[str], tied: Mapping[str, str]) -> dict[st
 def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Load all weights of a file by name, to the CPU; tied names share one tensor.
 
-    What ``get_extra_state`` gave is as it was.
+    Results of ``get_extra_state`` are decoded.
 
     Args:
         path: A file from :func:`save_weights`, or the folder with ``model.safetensors``.
@@ -150,12 +151,12 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def as_given(name: str, value: Any) -> Any:
-    """Return a weight as it was before the save: what ``get_extra_state`` gave is no tensor."""
+    """Return a weight as it was before the save, decoding a result of ``get_extra_state``."""
     return extra_state(value) if name.endswith(EXTRA_STATE) else value
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Load weights as :func:`load_weights` does; what ``get_extra_state`` gave is a tensor."""
+    """Load weights as :func:`load_weights` does, but leave ``get_extra_state`` results encoded."""
     tensors, metadata = read_tensors(_file(path))
     return {name: tensors[first] for name, first in tied_names(metadata, tensors).items()} | tensors
 
@@ -177,7 +178,7 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors if they are the same view of the same memory."""
     plain = tensor.layout == torch.strided and type(tensor) in PLAIN
     if not plain or tensor.device.type == "xla":
-        return (id(tensor),)  # without an address, such as a DTensor; see `portable`
+        return (id(tensor),)  # no address, for example a DTensor; see `portable`
     memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     return *memory, tensor.is_conj(), tensor.is_neg()
 
@@ -208,8 +209,8 @@ def save_model(
         safe_serialization: Write safetensors; otherwise files of ``torch.save``.
 
     Raises:
-        ValueError: If ``max_shard_size`` is not a size above 0, or the home that
-            ``save_directory`` begins with is not known.
+        ValueError: If ``max_shard_size`` is not a size above 0, or the home directory in
+            ``save_directory`` is unknown.
         NotADirectoryError: If ``save_directory`` is a file.
         RuntimeError: If parameters are on the meta device and so have no data.
         TypeError: If the state dict holds anything but plain dense tensors.
@@ -227,18 +228,17 @@ def write_model(
     parts: Callable[[torch.nn.Module], Mapping[str, Any] | None] = lambda _: None,
     step: Callable[[Callable[[], None]], object] = lambda work: work(),
 ) -> None:
-    """Save weights as :func:`save_model` does; for a sharded model collective.
+    """Save weights as :func:`save_model` does; collective for a sharded model.
 
-    Tensors of a sharded model are gathered one at a time, and written to a safetensors file before
-    the next one.
+    Tensors of a sharded model are gathered and written one at a time.
 
     Args:
-        model: See `save_model`, as for the next three.
-        save_directory: The same.
-        max_shard_size: The same.
-        safe_serialization: The same.
+        model: See `save_model`.
+        save_directory: See `save_model`.
+        max_shard_size: See `save_model`.
+        safe_serialization: See `save_model`.
         writes: Whether this process writes.
-        parts: Returns what this process holds of the weights; None if the model has them.
+        parts: Returns this process's parts of the weights; None if the model has all of them.
         step: Runs each step, so that all processes raise if it fails on one.
     """
     limit = parse_size(max_shard_size, "max_shard_size")
@@ -260,7 +260,7 @@ class _Export:
     """The steps of `write_model`.
 
     Attributes:
-        tensors: The weights by name, detached; tied ones under their first names.
+        tensors: The weights by name, detached; tied tensors under their first names.
         staged: The hidden files that were written, by their final paths.
     """
 
@@ -277,9 +277,9 @@ class _Export:
         self.staged: dict[Path, Path] = {}
 
     def begin(self, parts: Mapping[str, Any] | None) -> None:
-        """Check what is saved, and create the folder."""
+        """Check the weights, and create the folder."""
         if parts is None:
-            # With its variables, so that tied tensors are the same objects.
+            # Keep parameters as they are (not detached), so that tied tensors are the same objects.
             parts = with_offloaded(self._model, self._model.state_dict(keep_vars=True))
         state = dict(bare_names(self._model, parts.items()))
         if self._writes and self._folder.exists() and not self._folder.is_dir():
@@ -291,7 +291,7 @@ class _Export:
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, file: Path, names: Iterable[str]) -> None:
-        """Write one file, under a hidden name."""
+        """Write one file under a hidden name."""
         chosen = {name: self.tensors[name] for name in names}
         sharded = any(map(is_sharded, self.tensors.values()))
         values = map(gathered, aligned(chosen).values())
@@ -306,10 +306,10 @@ class _Export:
                     fill = partial(write_weights_file, dict(tensors), self._tied)
                 self.staged[file] = write_temporary(file, fill)
         finally:
-            deque(values, maxlen=0)  # the other processes gather all
+            deque(values, maxlen=0)  # the other processes take part in all gathers
 
     def finish(self, files: Mapping[str, list[str]]) -> None:
-        """Write the index of several files, and give all their names."""
+        """Write the index of several files, and rename all files to their final names."""
         if not self._writes:
             return
         if len(files) > 1:
@@ -335,8 +335,8 @@ def save_stages(
 
     Args:
         weights: The part of this process, under names of the whole model.
-        folder: A folder that all processes see; it is created if needed.
-        stage: The part's place among the files.
+        folder: A folder visible to all processes; it is created if needed.
+        stage: The position of this part among the files.
         stages: The number of parts.
         run: Runs each step on all processes, which raise if it fails on one; returns all results.
     """
@@ -396,7 +396,8 @@ def parse_size(size: int | str, what: str) -> int:
     lower-case final ``b``, ``KB`` to ``TB`` count bits.
 
     Raises:
-        ValueError: If it is neither, or not above 0; ``what`` names the argument in the message.
+        ValueError: If it is neither of these, or not above 0; ``what`` names the argument in the
+            message.
     """
     count = size if isinstance(size, int) and not isinstance(size, bool) else _parse(size)
     if count is None or count < 1:
@@ -408,7 +409,7 @@ def parse_size(size: int | str, what: str) -> int:
 
 
 def plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
-    """Return the names for each file, in order; a tensor that would not fit starts a new file.
+    """Return the tensor names of each file, in order; a tensor that does not fit starts a new file.
 
     Args:
         tensors: The tensors in order.
@@ -451,7 +452,7 @@ def _names(name: str, count: int) -> list[str]:
 
 
 def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """Return a portable tensor; a view is copied, or ``torch.save`` would write all its storage."""
+    """Return a portable tensor; views are copied, since ``torch.save`` writes the whole storage."""
     stored = portable(tensor, where).cpu()
     return stored.clone() if stored.untyped_storage().nbytes() > _bytes(stored) else stored
 
@@ -469,7 +470,7 @@ def _put_in_place(folder: Path, name: str, staged: Mapping[Path, Path]) -> None:
         index.unlink()
         sync(folder)
         old.remove(index)
-    for file, temporary in staged.items():  # the index comes last
+    for file, temporary in staged.items():  # the index last
         os.replace(temporary, file)
     sync(folder)
     for file in (*old, *_files_of(folder, other)):

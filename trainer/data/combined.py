@@ -1,4 +1,4 @@
-"""Several loaders read together: each batch of the epoch is a joint batch, one of each loader.
+"""Several loaders read together: each batch is a joint batch, with one batch of each loader.
 
 If all are loaders of map-style datasets, they are read as one: a single ``DataLoader`` whose batch
 sampler yields the keys of all parts of a joint batch. The position in the epoch is then the number
@@ -26,9 +26,9 @@ from trainer.tree import children, rebuild
 
 
 def holds_loaders(value: Any) -> bool:
-    """Return whether this is a dict or a list of loaders; a list of batches is one loader."""
+    """Return whether this is a dict or list of loaders; a list of batches is a single loader."""
     parts = list(value.values()) if isinstance(value, Mapping) else value
-    if not isinstance(value, (tuple, MutableSequence, Mapping)):  # Hydra's lists are no lists
+    if not isinstance(value, (tuple, MutableSequence, Mapping)):  # Hydra's lists are not lists
         return False
     if not all(hasattr(part, "__iter__") and not hasattr(part, "shape") for part in parts):
         return False
@@ -55,7 +55,7 @@ class CombinedLoader:
     """Loaders whose batches come together, such as labelled and unlabelled data.
 
     A batch has the structure of `iterables`, with a batch in place of each loader. A list or dict
-    of training loaders is one with the mode ``"max_size_cycle"``.
+    of training loaders becomes a `CombinedLoader` with the mode ``"max_size_cycle"``.
 
     Example::
 
@@ -65,7 +65,7 @@ class CombinedLoader:
     Args:
         iterables: A dict or list of loaders, perhaps nested.
         mode: ``"min_size"`` ends with the shortest loader. ``"max_size_cycle"`` ends with the
-            longest one, and begins the others again, in a new order if they shuffle. ``"max_size"``
+            longest one, and restarts the others, in a new order if they shuffle. ``"max_size"``
             also ends with the longest one, with None for loaders that have ended. ``"sequential"``
             reads one loader after another, so each batch comes from one loader.
 
@@ -116,7 +116,7 @@ class CombinedLoader:
         return _with_batches(self.iterables, map(batches.get, range(len(self.flattened))))
 
     def as_single_loader(self) -> Any:
-        """Return the loader, or iterable of joint batches, that is read in its place."""
+        """Return the loader, or iterable of joint batches, that is read instead."""
         loaders = self.flattened
         if not all(
             isinstance(loader, DataLoader)
@@ -140,13 +140,13 @@ class CombinedLoader:
 
 
 def _unchanged(loader: Any, number: int) -> Iterable[Any]:
-    """Return a loader to begin a pass; `number` counts the passes of an epoch."""
+    """Return the loader for a pass; `number` counts the passes of an epoch."""
     del number
     return loader  # type: ignore[no-any-return]  # whatever the user gave
 
 
 def _kwargs_of(loaders: Sequence[DataLoader[Any]]) -> dict[str, Any]:
-    """Return the arguments of a loader with as many workers as these have together."""
+    """Return the arguments of a loader with the total number of workers of these loaders."""
     options = [reading_kwargs(loader) for loader in loaders]
 
     def all_of(name: str) -> list[Any]:
@@ -192,7 +192,7 @@ class JointData(Dataset[Any]):
         self.datasets = [loader.dataset for loader in loaders]
         self._collate = [loader.collate_fn for loader in loaders]
         self._single = [loader.batch_sampler is None for loader in loaders]
-        datasets = map(seeded_dataset, loaders)  # of a TensorDataset, whole batches are indexed
+        datasets = map(seeded_dataset, loaders)  # batches of a TensorDataset are indexed whole
         self._rows = [data if isinstance(data, TensorRows) else None for data in datasets]
         shape = combined.iterables  # without the loaders, which would be sent to workers
         numbers = iter(range(len(loaders)))
@@ -228,7 +228,7 @@ class SizedJointData(JointData):
 
 
 def _join_batches(shape: Any, mode: str, batches: Mapping[int, Any]) -> Any:
-    """Return a joint batch; `shape` has the numbers of the loaders in their places."""
+    """Return a joint batch; `shape` has loader numbers in place of batches."""
     if mode == "sequential":
         return next(iter(batches.values()))
     if isinstance(shape, int):
@@ -238,7 +238,7 @@ def _join_batches(shape: Any, mode: str, batches: Mapping[int, Any]) -> Any:
 
 
 def _restarted(loader: Any, initial: bytes | None, number: int) -> Iterable[Any]:
-    """Return a loader to begin a pass of a `JointStream`, as `_unchanged` does."""
+    """Return the loader for a pass of a `JointStream`; see `_unchanged`."""
     del number
     if initial is not None:
         stateful_source(loader).load_state_dict(pickle.loads(initial))  # noqa: S301 - made here
@@ -249,8 +249,8 @@ def _restarted(loader: Any, initial: bytes | None, number: int) -> Iterable[Any]
 class JointStream:
     """Yields joint batches of loaders, some of which are streams.
 
-    A resume reads the epoch again from its beginning, so each pass of a stream begins as its first
-    one did, also if the stream itself would continue from its state.
+    A resume reads the epoch again from its beginning, so each pass of a stream begins like its
+    first one, even if the stream itself would continue from its state.
 
     Args:
         combined: The loaders.
@@ -280,7 +280,7 @@ class JointStream:
     def set_epoch(self, epoch: int) -> None:
         """Call the ``set_epoch`` of the loaders, their samplers and datasets that have one.
 
-        Like that of any loader, it is called with seeded generators.
+        It is called with seeded generators, as for any loader.
         """
         for loader in self._combined.flattened:
             names = "batch_sampler", "sampler", "dataset"

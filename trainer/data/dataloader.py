@@ -39,7 +39,7 @@ BatchWithFlags: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
 
 @dataclass(kw_only=True)
 class LoaderSettings:
-    """What a process reads of a loader, and how.
+    """Which part of a loader a process reads, and how.
 
     Attributes:
         rank: The rank of this process.
@@ -56,8 +56,8 @@ class LoaderSettings:
         skip_batches: The number of this process's batches to skip at the beginning of each pass.
         stateful: After `load_state_dict`, the next pass continues after the last batch that was
             yielded before the save.
-        part: The number of this process's part of the data, if the stream is that part, which is
-            read as by one process; None for a stream or dataset of all data.
+        part: The number of this process's part of the data, if the stream is only that part and is
+            read as if by a single process; None if the stream or dataset has all data.
         slice_fn: See `DataLoaderDispatcher`.
     """
 
@@ -88,7 +88,7 @@ class PreparedLoader(DataLoader[Any]):
 
     Args:
         source: The user's loader; it is not changed.
-        settings: What this process reads of it, and how.
+        settings: Which part this process reads, and how.
 
     Attributes:
         iteration: The number of the current or next pass, from 0; it determines the order. After a
@@ -145,7 +145,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @abstractmethod
     def _batches(self) -> Iterator[BatchWithFlags]:
-        """Yield this process's batches, with the facts that `BatchWithFlags` lists."""
+        """Yield this process's batches, with the values that `BatchWithFlags` lists."""
 
     def __iter__(self) -> Any:
         """Yield the batches of this process."""
@@ -171,7 +171,7 @@ class PreparedLoader(DataLoader[Any]):
             for batch, last, over, real, real_batches in self._batches():
                 mark_step()
                 global_batches[0] += 1
-                if self._reader is None:  # a state was loaded, but this pass continues
+                if self._reader is None:  # a state was loaded meanwhile, but this pass continues
                     self._set_pass(iteration, unfinished=True)
                     self._set_reader(self)
                     self._resume_at, self.epoch_iterator.resumed = 0, None
@@ -261,7 +261,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """The number of samples in a full global batch; None for batches without a fixed size."""
+        """The number of samples in a full global batch; None if batches have no fixed size."""
         size = self.source.batch_size
         if size is None:
             size = getattr(self.source.batch_sampler, "batch_size", None)
@@ -318,9 +318,9 @@ class PreparedLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the pass, the position and the seed from what `state_dict` returned.
+        """Restore the pass, the position and the seed from a `state_dict`.
 
-        Until an iterator that is open reads on, `state_dict` returns them again.
+        Until an iterator that is already open reads on, `state_dict` returns the loaded values.
 
         Args:
             state: The saved state.
@@ -351,7 +351,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def state_is_own(self) -> bool:
-        """Whether the state is that of this process, and not the same on all."""
+        """Whether the state belongs to this process only, and may differ between processes."""
         return self.settings.part is not None
 
     @property
@@ -401,7 +401,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         skip = self.skip_batches + num_batches
         skipped = type(self).of(self.source, replace(self.settings, skip_batches=skip))
-        for name, value in vars(self).items():  # which a user's subclass has added
+        for name, value in vars(self).items():  # including attributes that a user's subclass added
             vars(skipped).setdefault(name, value)
         skipped.iteration = self.iteration
         # An unfinished pass keeps its amount of data, even if the dataset has grown since.
@@ -432,7 +432,7 @@ class PreparedLoader(DataLoader[Any]):
 def _source(
     dataset: Any, kwargs: dict[str, Any]
 ) -> tuple[BatchSamplerShard | IterableDatasetShard | None, DataLoader[Any]]:
-    """Return the shard among a loader's arguments, and the loader of the whole data."""
+    """Return the shard in a loader's arguments, and a loader of the whole data."""
     shard = kwargs.get("batch_sampler")
     if type(shard) is BatchSamplerShard:
         return shard, DataLoader(dataset, **kwargs | {"batch_sampler": shard.batch_sampler})
@@ -450,15 +450,15 @@ def seed_of_order(
     *,
     collective: bool = False,
 ) -> int:
-    """Return the seed of a loader's order, that of rank 0 on all processes that share the data.
+    """Return the seed of a loader's order: rank 0's, on all processes that share the data.
 
     Args:
-        generator: A generator whose initial seed it is; None takes the next seed of ``set_seed``.
+        generator: Its initial seed is used; None takes the next seed of ``set_seed``.
         world_size: The number of processes that share the data.
         rank: The rank of this process among them.
         data_seed: The seed; it overrides the others.
-        collective: Whether all running processes call this. If False, they do if all of them share
-            the data, since otherwise only some may be here.
+        collective: Whether all running processes call this. If False, the call is collective only
+            if all processes share the data, since otherwise only some may call it.
     """
     seed = next_seed(world_size, rank) if generator is None else generator.initial_seed()
     seed = seed if data_seed is None else data_seed
@@ -479,20 +479,20 @@ class DataLoaderShard(PreparedLoader):
     first one until every process has a full batch; ``gather_for_metrics`` drops the padding. With
     ``drop_last``, an incomplete last global batch is dropped.
 
-    The constructor is for subclasses and for loaders built by hand; `prepare_data_loader` makes one
-    of a user's loader. It shards nothing by itself: the shard is that of a `BatchSamplerShard` as
-    `batch_sampler`, or of an `IterableDatasetShard` as `dataset`.
+    The constructor is for subclasses and for loaders built by hand; `prepare_data_loader` wraps an
+    existing loader. The constructor itself shards nothing: pass a `BatchSamplerShard` as
+    `batch_sampler`, or an `IterableDatasetShard` as `dataset`.
 
     Args:
         dataset: Any dataset that a ``DataLoader`` takes.
         device: The device for batches; None leaves them where they are.
         rng_types: Generators that take rank 0's state when a pass begins.
-        synchronized_generator: Its initial seed is that of the order.
+        synchronized_generator: Its initial seed is the seed of the order.
         skip_batches: The number of batches to skip at the beginning of each pass.
         use_stateful_dataloader: See `DataLoaderConfiguration`.
         _drop_last: Whether the last global batch has no padding to drop.
         _non_blocking: Copy to the device asynchronously.
-        torch_device_mesh: Not used: the shard says which processes share their data.
+        torch_device_mesh: Not used: the shard determines which processes share data.
         iteration: The number of the first pass.
         **kwargs: Arguments of the ``DataLoader``.
     """
@@ -548,7 +548,7 @@ class DataLoaderShard(PreparedLoader):
             source,
             shard,
             seed=self.settings.seed,
-            loader_id=self.settings.part or 0,  # random numbers of its own
+            loader_id=self.settings.part or 0,  # separate random numbers for each part
             remember=True,
             rereads=True,
         )
@@ -562,7 +562,7 @@ class DataLoaderShard(PreparedLoader):
                 last = following is None or not following.present
                 batch = current.batch if streams is None else current.batch.arrive()
                 real, filled = current.real_samples, current.real_batches
-                if self.state_is_own:  # no sample that others gather is padding
+                if self.state_is_own:  # samples that others gather are never padding
                     real = None
                 repeats = real is None and filled is not None and filled < current.batches
                 over = following is None

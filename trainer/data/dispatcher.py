@@ -78,8 +78,8 @@ class DataLoaderDispatcher(PreparedLoader):
     If reading fails on rank 0, every process raises: rank 0 raises the error itself, the others
     raise a ``RuntimeError`` with its text.
 
-    The constructor is for subclasses and for loaders built by hand; `prepare_data_loader` makes one
-    of a user's loader. It is collective.
+    The constructor is for subclasses and for loaders built by hand; `prepare_data_loader` wraps an
+    existing loader. It is collective.
 
     Args:
         dataset: Any dataset that a ``DataLoader`` takes.

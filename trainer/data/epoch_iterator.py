@@ -91,7 +91,7 @@ class GlobalBatch:
         ended: Whether this process should have a batch, but its dataset has ended the epoch early
             by raising ``StopIteration``.
         position: The position of a stream after this global batch; None for a map-style dataset.
-        real_batches: See `RankShard`; None for a stream, where `real_samples` is known.
+        real_batches: See `RankShard`; None for a stream, which has `real_samples` instead.
     """
 
     present: bool
@@ -144,8 +144,8 @@ def lookahead(
 
     Args:
         items: The items.
-        reads: Called with the number of the item that is read next, or whose error is raised; and
-            with None when it has been read.
+        reads: Called with the number of an item before it is read or its error is raised, and with
+            None after it is read.
     """
     iterator, number = iter(items), 0
     reads(0)
@@ -193,9 +193,10 @@ class EpochIterator:
         length: The amount of data when the latest pass began; it holds for that whole pass.
         resumed: The epoch to resume, and its amount of data; see `resume_length`.
         batches_read: The number of processes with a batch in the global batch being read.
-        reading: The number of the global batch being read, or whose error is raised, counted from
-            the beginning of the pass; None while none is read.
-        dummy_batch: What this process runs where it has no batch; see `trainer.engines.lockstep`.
+        reading: The number of the global batch that is being read, or failed to be read, counted
+            from the beginning of the pass; None while none is read.
+        dummy_batch: The batch that this process runs when it has none; see
+            `trainer.engines.lockstep`.
         weighted_by_samples: Whether losses or metrics are weighted by the samples of a batch, and
             no warning about an ambiguous number has been logged yet; None until known.
 
@@ -290,7 +291,7 @@ class EpochIterator:
 
     @property
     def samples_mark(self) -> list[int]:
-        """Numbers that differ where processes hold different samples, as far as is known."""
+        """Numbers that differ if processes are known to hold different samples."""
         return [] if self.sampler is None else samples_mark(self.dataset)
 
     @property
@@ -376,7 +377,7 @@ class EpochIterator:
         return self.sharding.own_batches(total, samples, rank=self.rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what makes a position in the epoch comparable: the data, their order and length.
+        """Return the state that makes positions in the epoch comparable: data, order and length.
 
         The data are [batch size, samples, batches], each None where unknown. The number of batches,
         which may change with the epoch, is given only for a batch sampler without a fixed batch
@@ -397,16 +398,16 @@ class EpochIterator:
 
         Args:
             epoch: The epoch.
-            state: What `state_dict` returned inside it.
+            state: The `state_dict` saved inside this epoch.
 
         Raises:
             CheckpointError: The batch size, the number of samples or the number of batches differs
                 from the saved one: samples would be skipped or seen twice.
         """
-        if state["data"] is None:  # unknown in a checkpoint of another library
+        if state["data"] is None:  # unknown for checkpoints of other libraries
             return
         self.mark = state.get("order")  # missing in checkpoints of earlier releases
-        if "length" in state:  # likewise
+        if "length" in state:  # missing in checkpoints of earlier releases
             self.resume_length(epoch, EpochLength(*state["length"]))
         saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
         with self.isolated_epoch(epoch):  # the length of the data may depend on the epoch
@@ -533,10 +534,10 @@ class EpochIterator:
     def check_same_order(self) -> None:
         """Check that the user's own sampler gives all processes the same order; collective.
 
-        Call it when the first batch of a pass has been read.
+        Call it after the first batch of a pass has been read.
 
         Raises:
-            ValueError: It does not, so that samples would be missing or be read twice.
+            ValueError: The orders differ, so samples would be missed or read twice.
         """
         if self.sampler is None or self.sampler.is_pure:
             return
@@ -696,7 +697,7 @@ class EpochIterator:
             return
         skip, batches_to_skip = self.start_batch, self.start_global_batch
         batches_again = self.start_global_batch * (1 if self.sharding.split else self.world_size)
-        if not self.sharding.even:  # else the first global batch is read, to pad the last one
+        if not self.sharding.even:  # else the first global batch is read, for padding
             skip, batches_to_skip = skip + batches_again, 0
         elif batches_to_skip and self.rank == 0:
             self._stream.warn_of_replay(batches_again)
@@ -716,10 +717,10 @@ class EpochIterator:
                 yield GlobalBatch(False, None, 0, *counts, position=position)
 
     def check_presharded(self) -> None:
-        """Check that all processes read all of the data, or each another part; collective.
+        """Check that all processes read the whole data, or each a different part; collective.
 
         Raises:
-            ValueError: Some read a part and others do not, or two read the same one.
+            ValueError: Only some processes read a part, or two read the same part.
         """
         ranks = all_gather_object((self.presharded, self._part))
         shards = [part for _, part in ranks if part is not None]
@@ -739,7 +740,7 @@ class EpochIterator:
 
     @property
     def first_position(self) -> int:
-        """The number of batches before the first one of a pass, as the seeds of batches count."""
+        """The number of batches before the first one of a pass, as counted by the batch seeds."""
         if not self.presharded:
             return self.start_batch
         resumed = self._position_to_resume()
@@ -753,7 +754,7 @@ class EpochIterator:
         )
 
     def _read_presharded(self, stream: Stream, transfer: Transfer | None) -> Iterator[GlobalBatch]:
-        """Yield the batches of a presharded stream until those of all processes have ended.
+        """Yield the batches of a presharded stream until the streams of all processes have ended.
 
         The processes tell each other how many samples each has: one small exchange on the host for
         each global batch.

@@ -7,8 +7,9 @@ For a resume inside an epoch, a stream is read from a position in one of three w
   were prefetched but not used never count as used.
 - A loader that has these methods itself (torchdata's ``StatefulDataLoader``) gives its
   ``state_dict`` after every batch.
-- For any other stream, the batches are counted, and a resume reads them again: also for one of
-  Hugging Face `datasets` with a shuffle buffer, whose samples its state does not hold.
+- For any other stream, the batches are counted, and a resume reads them again. This includes
+  streams of Hugging Face `datasets` with a shuffle buffer, whose state lacks the samples in the
+  buffer.
 
 Workers take turns: with W workers, worker *w* answers the requests *w*, *w + W*, *w + 2W*, …. A
 worker whose data have ended returns an empty reply. The order of the batches is the same as that of
@@ -185,10 +186,10 @@ def pickled_state(owner: Any) -> bytes:
 
 
 def stateful_source(source: Any) -> Any:
-    """Return the object that stays where it was after a partial read: one with a state.
+    """Return the object with a state that keeps its position after a partial read.
 
-    It is an iterable dataset without workers, which read copies, or an iterable of batches. None if
-    there is none.
+    It is an iterable of batches, or an iterable dataset without workers (workers read copies); None
+    if there is none.
     """
     owner = source
     if isinstance(source, DataLoader):
@@ -272,7 +273,8 @@ class DatasetReading:
         Args:
             position: The position to read from.
             seed: The seed of the pass.
-            load: Restore the state of the position first. If False, the stream is there already.
+            load: Restore the state of the position first. If False, the stream is already at the
+                position.
         """
         workers = self.workers or 1
         begin = position.number - position.number % workers
@@ -539,7 +541,7 @@ class Stream:
     def leave(self) -> None:
         """Record that the run has left the pass; the next one begins as the first one did.
 
-        Without workers the stream itself stands inside the pass, so its first state is restored.
+        Without workers the stream itself is inside the pass, so its first state is restored.
         """
         self._used = self._pending = None
         if self._initial is not None:
@@ -587,7 +589,7 @@ class Stream:
         """Begin the next pass at a saved position.
 
         Args:
-            position: What `position` returned, or None.
+            position: The result of `position`, or None.
 
         Raises:
             CheckpointError: The position is inside an epoch that a different number of workers

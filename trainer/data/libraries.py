@@ -1,6 +1,7 @@
-"""What is known of the data of other libraries: `datasets`, webdataset and torchdata.
+"""Knowledge about the data of other libraries: `datasets`, webdataset and torchdata.
 
-None of them is imported here. Their classes are looked up where a program has imported them.
+None of these libraries is imported here. Their classes are looked up if the program has imported
+them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _COMPARED = 1_000  # indices of a subset that are compared
 
 
 def user_shard(source: Any) -> tuple[int, int] | None:
-    """Return which part of how many a stream reads that its user split by process.
+    """Return (part, number of parts) of a stream that its user split by process.
 
-    That is known of streams of `datasets` (``split_dataset_by_node``) and webdataset
+    This is known for streams of `datasets` (``split_dataset_by_node``) and webdataset
     (``split_by_node``, ``resampled=True``); None for all others.
     """
     config = _imported("datasets.iterable_dataset", "DistributedConfig")
@@ -42,7 +43,7 @@ def user_shard(source: Any) -> tuple[int, int] | None:
 def has_shuffle_buffer(source: Any) -> bool:
     """Return whether a stream has a shuffle buffer of `datasets`, which its state does not hold.
 
-    After ``load_state_dict`` the samples in the buffer would be missing, as `datasets` warns then.
+    After ``load_state_dict`` the samples in the buffer would be missing; `datasets` warns of this.
     """
     kind = _imported("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
     return kind is not None and any(type(thing) is kind for _, thing in reachable(source=source))
@@ -63,21 +64,21 @@ def resumes_by_replay(source: Any, has_state: Callable[[Any], bool]) -> bool:
 
 
 def drop_iterator_of_state(source: Any) -> None:
-    """Let the next iterator of a loader of torchdata's nodes begin at the state loaded before it.
+    """Make the next iterator of a torchdata nodes loader begin at the state loaded before it.
 
-    After a ``state_dict`` outside a pass, the next iterator is one that this call has made, which
-    ignores a state that was loaded since.
+    After a ``state_dict`` outside a pass, the next iterator is one that ``state_dict`` created,
+    which ignores states loaded since.
     """
     if type(source) is _imported("torchdata.nodes.loader", "Loader"):
         iter(source)
 
 
 def seed_shuffles(source: Any, seed: int) -> None:
-    """Let the order in which webdataset shuffles depend on the seed and the epoch.
+    """Make webdataset's shuffles a function of the seed and the epoch.
 
-    Without ``rng`` or ``seed``, a shuffle of samples draws from the clock, and one of shards from a
-    seed that the dataset drew when it was made: a pass could not be read again. Such stages are
-    given generators, which are seeded in each epoch as all of a stream are.
+    Without ``rng`` or ``seed``, sample shuffles draw from the clock, and shard shuffles from a seed
+    that the dataset drew at its creation, so a pass could not be read again. Such stages are given
+    generators, which are seeded in each epoch like all generators of a stream.
 
     Args:
         source: The user's loader or stream.
@@ -98,16 +99,16 @@ def seed_shuffles(source: Any, seed: int) -> None:
 
 
 def set_epoch_of_shuffles(source: Any, epoch: int) -> None:
-    """Set the pass that webdataset's shuffles by epoch draw for next; each counts its own."""
+    """Set the next pass of webdataset's epoch-based shuffles, which count passes themselves."""
     for module, name in (("filters", "detshuffle"), ("shardlists", "ResampledShards")):
         for stage in _instances(source, f"webdataset.{module}", name):
             stage.epoch = epoch - 1
 
 
 def samples_mark(dataset: Any) -> list[int]:
-    """Return numbers that differ where processes hold different parts of map-style data.
+    """Return numbers that differ if processes hold different parts of map-style data.
 
-    They are known of a ``Subset``, by its indices, and of `datasets`, by the first sample.
+    They are known for a ``Subset``, from its indices, and for `datasets`, from the first sample.
     """
     marks = []
     table = _imported("datasets.arrow_dataset", "Dataset")
@@ -115,7 +116,7 @@ def samples_mark(dataset: Any) -> list[int]:
         if type(thing) is Subset:
             marks.append(crc32(repr(list(thing.indices[:_COMPARED])).encode()))
         elif type(thing) is table and len(thing):
-            first = thing.with_format("arrow")[0]  # as it is stored: nothing is decoded
+            first = thing.with_format("arrow")[0]  # in stored form, without decoding
             marks.append(crc32(repr(first.to_pylist()).encode()))
     return marks
 

@@ -167,8 +167,8 @@ def prepare_data_loader(
     The order of a shuffling loader is a function of a seed and the pass number, the same on all
     processes and for any number of processes. Rank 0 broadcasts its seed, so the call is a
     collective, unless `num_processes` differs from the number of running processes. A loader
-    without a generator of its own gets its own seed, derived from the one of ``set_seed`` and the
-    number of loaders prepared since; the first loader gets that seed itself.
+    without a generator gets a seed derived from ``set_seed``'s and the number of loaders prepared
+    since; the first loader gets ``set_seed``'s seed itself.
 
     The user's loader, samplers and dataset are not changed, with two exceptions. Their
     ``set_epoch`` is called. And their random generators are seeded again: those of samplers and
@@ -201,17 +201,17 @@ def prepare_data_loader(
         use_stateful_dataloader: After ``load_state_dict``, the next pass continues after the last
             batch that was yielded before the save.
         torch_device_mesh: A mesh of all processes, with names. Dimensions named ``dp``,
-            ``dp_replicate`` and ``dp_shard`` divide the data; processes that differ only in
-            ``tp``, ``cp``, ``sp`` or ``pp`` get the same. It replaces `num_processes` and
+            ``dp_replicate`` and ``dp_shard`` divide the data; processes that differ only in ``tp``,
+            ``cp``, ``sp`` or ``pp`` get the same data. It replaces `num_processes` and
             `process_index`.
-        presharded: See `DataLoaderConfiguration`. Each process reads its own stream to its end; if
-            some end before others, ``join_uneven_inputs`` lets them.
+        presharded: See `DataLoaderConfiguration`. Each process reads its own stream to its end;
+            ``join_uneven_inputs`` allows some to end before others.
         _from_accelerator: Whether the `Accelerator` calls this, on all processes.
 
     Raises:
         TypeError: `dataloader` is not a ``DataLoader``.
         ValueError: Options contradict each other, the batch size cannot be split, the mesh has
-            other names, or the sampler shards the data already.
+            other dimension names, or the sampler shards the data already.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
@@ -265,7 +265,7 @@ def prepare_data_loader(
         slice_fn=slice_fn_for_dispatch,
     )
     if reads_part:
-        # Each stream is read as by one process, with random numbers of its own.
+        # Each stream is read as if by one process, with separate random numbers.
         settings = replace(settings, rank=0, world_size=1, part=rank)
     elif dispatch_batches:
         return DataLoaderDispatcher.of(dataloader, settings)
@@ -279,10 +279,10 @@ def _reads_part(
     presharded: bool,
     options: dict[str, bool | None],
 ) -> bool:
-    """Return whether a stream is this process's own part of the data already.
+    """Return whether a stream is already this process's own part of the data.
 
     Raises:
-        ValueError: It is the part of another process, or one of the options divides its batches.
+        ValueError: The stream is the part of another process, or an option would split its batches.
     """
     if not isinstance(dataloader.dataset, IterableDataset) or world_size == 1:
         return False
@@ -305,7 +305,7 @@ def _reads_part(
 
 
 def _data_coordinates(mesh: Any) -> tuple[int, int]:
-    """Return how many shares of the data a mesh has, and which one is this process's."""
+    """Return the number of data shares of a mesh, and the index of this process's share."""
     shares, share = 1, 0
     for name in mesh.mesh_dim_names or (None,):
         if name in ("dp", "dp_replicate", "dp_shard"):
@@ -326,7 +326,7 @@ def _check_split(dataloader: DataLoader[Any], world_size: int, *, dispatched: bo
     size = dataloader.batch_size
     size = getattr(batches, "batch_size", None) if size is None else size
     if not isinstance(size, int):
-        if dispatched:  # rank 0 splits what it has read
+        if dispatched:  # rank 0 splits the batches after reading
             return
         owner = "a loader without batches" if batches is None else f"a {type(batches).__name__}"
         raise ValueError(

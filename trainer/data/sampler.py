@@ -119,7 +119,7 @@ class DataShard:
         split: See `BatchSharding`.
         drop_last: See `BatchSharding`.
         presharded: Each process's stream is its own part of the data, and is read in full. Streams
-            that were split by `datasets` or webdataset are known to be.
+            split by `datasets` or webdataset are detected.
     """
 
     rank: int = 0
@@ -422,11 +422,11 @@ class JointBatches(Sampler[list[tuple[int, Any]]]):
     Args:
         parts: For each loader its ``batch_sampler``, or its ``sampler`` if it has none, and whether
             it is the ``sampler``.
-        mode: How the loaders are read together.
+        mode: How the loaders are combined; see `MODES`.
 
     Attributes:
-        orders: The batches of each loader, a function of seed and epoch if `seeded` returned this.
-        pure: Whether all of them are.
+        orders: The batches of each loader; in the result of `seeded`, a function of seed and epoch.
+        pure: Whether all orders are such functions.
     """
 
     def __init__(self, parts: Sequence[tuple[Any, bool]], mode: str) -> None:
@@ -435,7 +435,7 @@ class JointBatches(Sampler[list[tuple[int, Any]]]):
         self.pure = False
 
     def seeded(self, seed: int, *, shuffle: bool) -> JointBatches:
-        """Return a copy whose orders are drawn from a seed, another one for each loader."""
+        """Return a copy whose orders are drawn from a seed, which differs for each loader."""
         made = JointBatches(self.parts, self.mode)
         orders = [
             _pure_order(batches, mix(seed, number) if number else seed, shuffle=shuffle)
@@ -476,7 +476,7 @@ class JointBatches(Sampler[list[tuple[int, Any]]]):
             ]
 
     def _begin(self, order: Any, epoch: int, number: int) -> Iterable[Any]:
-        """Return the batches of a loader for a pass of the epoch; later passes are other orders."""
+        """Return the batches of a loader for a pass of the epoch; passes have different orders."""
         for sampler in _samplers_of(order):
             if isinstance(sampler, SeededSampler):
                 sampler.epoch = mix(epoch, number) if number else epoch
@@ -508,13 +508,13 @@ class ShardedSampler(Sampler[Any]):
     """Shards the batches of a loader's sampler over the processes.
 
     Iterating yields this rank's batches of indices. `shares` receives one `RankShard` per global
-    batch, in the same order, also for a last global batch in which this rank has no batch.
+    batch, in the same order, including a last global batch in which this rank has no batch.
 
     Args:
         batches: The loader's ``batch_sampler``, or its ``sampler`` if it has none.
-        keys: Whether `batches` is the ``sampler``. Everything it yields, even a tuple, is then one
+        keys: Whether `batches` is the ``sampler``. Each item it yields, even a tuple, is then one
             key of the dataset.
-        shard: Which part of them this process reads.
+        shard: The part of the batches that this process reads.
         seed: The run's seed.
         shuffle: False reads the samples in the order of the dataset.
         counts: Whether a batch has as many samples as indices. A custom ``collate_fn`` may change
@@ -531,7 +531,7 @@ class ShardedSampler(Sampler[Any]):
         keys: bool = False,
         counts: bool = True,
     ) -> None:
-        self.batch_sampler = batches  # the user's object, under the name that scripts read
+        self.batch_sampler = batches  # the user's object, under the name that scripts use
         self._as_batch: Callable[[Any], Any] = _identity if keys else _as_list
         self._sampler, self.is_pure = _pure_order(batches, seed, shuffle=shuffle)
         source = self._sampler
@@ -572,7 +572,7 @@ class ShardedSampler(Sampler[Any]):
 
     @property
     def orders(self) -> list[Any]:
-        """The user's sampler or batch sampler; of several loaders, those of each."""
+        """The user's sampler or batch sampler; with several loaders, one of each."""
         batches: Any = self.batch_sampler
         joint = isinstance(batches, JointBatches)
         return [order for order, _ in batches.parts] if joint else [batches]

@@ -5,9 +5,9 @@ its first sample), and ``set_epoch`` is called with generators seeded from (seed
 numbers do not depend on the number of workers or processes, or on where a run was resumed.
 
 This covers the global generators of torch, Python and numpy, and the generators that samplers,
-datasets and transforms keep, which are found first. No checkpoint holds the states of those, and
-their states in a worker end with it, so each is seeded where it is used. Its seed also depends on
-the path of attributes and items that leads to it, and not on unrelated objects.
+datasets and transforms keep, which are found first. No checkpoint holds the states of the latter,
+and a worker's copies end with the worker, so each generator is seeded where it is used. Its seed
+also depends on the path of attributes and items that leads to it, and not on unrelated objects.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = module_logger(__name__)
 LONGEST = 1_000  # items; longer containers hold samples, not transforms, and are not searched
 _LONG = 50  # items; longer containers may hold samples, so they are searched last
 _MAX_OBJECTS = 20_000  # the largest number of objects to search, which takes about 50 ms
-_OF_TORCH = (nn.Module().__dict__.keys() - {"_modules"}) | {"_trainer"}  # and the way back
+_OF_TORCH = (nn.Module().__dict__.keys() - {"_modules"}) | {"_trainer"}  # plus the Trainer
 _SEARCHES = 2  # searches: after each of the first two batches of a process, or of its first passes
 _LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
 
@@ -87,9 +87,9 @@ def generators_in(besides: Iterable[Any] = (), **owners: Any) -> NamedGenerators
     """Find the generators that are reachable through attributes, containers and functions.
 
     For a dataset, these are its own generators, those of its transforms (recursively), and those
-    bound in a `lambda` or a `partial`. The module of a run is not searched from a dataset that has
-    been given it or its methods, only from a ``collate_fn``. Sets, containers of more than
-    `LONGEST` items, and Python modules are not searched either.
+    bound in a `lambda` or a `partial`. If a dataset holds the module of a run or its methods, the
+    module is not searched; from a ``collate_fn`` it is. Sets, containers of more than `LONGEST`
+    items, and Python modules are not searched either.
 
     Args:
         besides: Objects that are not searched.
@@ -128,7 +128,7 @@ def reachable(besides: Iterable[Any] = (), **owners: Any) -> Iterator[tuple[str,
 
 
 def _is_run_module(path: str, thing: Any) -> bool:
-    """Return whether an object is the module of a run, which a dataset has been given.
+    """Return whether an object is the module of a run, reached from a dataset.
 
     Its generators continue from step to step, and the checkpoint holds them. Only its
     ``collate_fn`` belongs to the loader.
@@ -151,7 +151,7 @@ def group_equal(generators: NamedGenerators) -> dict[str, str]:
 
 
 def seed_all(generators: NamedGenerators, seed: int, names: Mapping[str, str]) -> None:
-    """Seed each generator with its own seed; those of a group of `group_equal` get the same one.
+    """Seed each generator with its own seed; generators of one `group_equal` group share it.
 
     Args:
         generators: The generators by their paths.
@@ -188,7 +188,7 @@ def states_of(generators: NamedGenerators) -> dict[str, list[Any]]:
 
 
 def load_states(generators: NamedGenerators, states: Mapping[str, Any]) -> list[str]:
-    """Restore what `states_of` returned.
+    """Restore the result of `states_of`.
 
     Returns:
         The paths of saved generators that no longer exist or have another kind.
@@ -212,8 +212,8 @@ class RunGenerators:
     """The global generators and those of a module, which a checkpoint holds.
 
     Args:
-        module: The user's module, in which they are looked for at each call.
-        of_data: Returns generators that the data seed anew in each epoch; they are left out.
+        module: The user's module, searched for generators at each call.
+        of_data: Returns generators that are seeded by the data in each epoch; they are left out.
     """
 
     def __init__(self, module: nn.Module, of_data: Callable[[], NamedGenerators]) -> None:
@@ -241,7 +241,7 @@ class RunGenerators:
         self._saved = state
 
     def restore(self) -> list[str]:
-        """Restore the states that are kept, once; returns as `load_state_dict`."""
+        """Restore the kept states, once; returns the same as `load_state_dict`."""
         if self._saved is None:
             return []
         missing = self.load_state_dict(self._saved)
@@ -324,7 +324,7 @@ def _select_seedable(things: Iterable[tuple[str, Any]]) -> NamedGenerators:
 
 def _can_be_seeded(generator: Any) -> bool:
     if isinstance(generator, torch.Generator):
-        # A forked worker must not use an accelerator, so not the generator of one either.
+        # A forked worker must not use an accelerator, nor an accelerator's generator.
         return generator.device.type == "cpu" or get_worker_info() is None
     if isinstance(generator, random.Random):  # not SystemRandom, nor one with an unknown state
         names = "seed", "getstate", "setstate"
@@ -405,7 +405,7 @@ class LazyGenerators:
     They can be seeded from the second batch on, but not for the first one, so a warning is logged.
 
     Args:
-        owner: What creates the generators, for the warning.
+        owner: The object that creates the generators, for the warning.
         part: The unit between two searches: ``"batch"`` or ``"pass"``.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Samplers and datasets of one process's shard, as the documented API has them.
+"""Samplers and datasets of one process's shard, for the documented API.
 
 Prepared loaders do not need them: they shard the user's own samplers. They are for code that builds
 or subclasses loaders itself.
@@ -18,7 +18,7 @@ from trainer.data.sampler import INDICES, BatchSharding
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A ``RandomSampler`` whose order in each epoch is that of the seed ``initial_seed + epoch``.
+    """A ``RandomSampler`` whose order in each epoch comes from the seed ``initial_seed + epoch``.
 
     Args:
         *args: Arguments of ``RandomSampler``.
@@ -56,11 +56,11 @@ class BatchSamplerShard(BatchSampler):
         split_batches: Split each batch into one part for each process; False gives each process
             whole batches.
         even_batches: Give every process the same number of full batches, by repeating samples from
-            the beginning. False: some may get one batch fewer, or a shorter one.
+            the beginning. If False, some may get one batch fewer, or a shorter one.
 
     Raises:
-        ValueError: There is no such shard, or batches are to be split and their size is no multiple
-            of the number of processes.
+        ValueError: There is no such shard, or batches are to be split and their size is not a
+            multiple of the number of processes.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Args:
         dataset: The stream.
-        batch_size: The size of the batches that are made of the samples.
+        batch_size: The batch size into which the samples are grouped.
         drop_last: Drop samples that do not fill a batch on every process; False fills the last
             batches with samples from the beginning.
         num_processes: The number of shards.
         process_index: The number of this shard.
-        split_batches: `batch_size` is that of all processes together; False: that of each.
+        split_batches: `batch_size` is the total over all processes; if False, that of each process.
 
     Raises:
-        ValueError: There is no such shard, or batches are to be split and their size is no multiple
-            of the number of processes.
+        ValueError: There is no such shard, or batches are to be split and their size is not a
+            multiple of the number of processes.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, also of the stream if it has a ``set_epoch``."""
+        """Set the epoch, and the stream's epoch if it has a ``set_epoch``."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

@@ -1,8 +1,8 @@
 """The fast path for tensor datasets: whole batches are indexed, instead of sample by sample.
 
-A loader asks a ``TensorDataset`` for one sample after another and stacks them. The rows of its
-tensors, taken at once, are the same batch, without a tensor per sample, and without seeding, since
-nothing draws.
+A loader asks a ``TensorDataset`` for one sample after another and stacks them. Indexing its tensors
+once per batch gives the same batch, without a tensor per sample. It also needs no seeding, since no
+random numbers are drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.data.seeding import SeededDataset
 
 
 def seeded_dataset(loader: Any) -> SeededDataset:
-    """Return a loader's dataset for reading by a `ShardedSampler`, batches already collated."""
+    """Return a loader's dataset for reading by a `ShardedSampler`; it yields collated batches."""
     data = loader.dataset
     while type(data) is Subset:
         data = data.dataset
@@ -30,13 +30,13 @@ def seeded_dataset(loader: Any) -> SeededDataset:
 
 
 class TensorRows(SeededDataset):
-    """A ``TensorDataset``, or a ``Subset`` of one, in batches as ``default_collate`` makes them.
+    """A ``TensorDataset``, or a ``Subset`` of one, in batches like those of ``default_collate``.
 
     The tensors are looked up for each batch, so that users may replace them. Tensors of unusual
     kinds are read sample by sample, as torch does.
     """
 
-    _checked: tuple[Tensor, ...] | None = None  # the tensors that `_is_rows` has taken
+    _checked: tuple[Tensor, ...] | None = None  # the tensors that `_is_rows` has accepted
 
     def __getitems__(self, indices: BatchIndices) -> Any:
         data: Any = self.dataset
@@ -56,7 +56,7 @@ class TensorRows(SeededDataset):
 
 
 def _is_rows(tensor: Tensor) -> bool:
-    """Return whether ``index_select`` gives what indexing row by row and stacking give."""
+    """Return whether ``index_select`` gives the same result as indexing rows and stacking them."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu

@@ -45,7 +45,7 @@ _START_PATIENCE = 1.0
 def safe_context(context: BaseContext | None) -> BaseContext | None:
     """Return the multiprocessing context for workers; None is the default context."""
     if (
-        sys.platform == "win32"  # no fork there
+        sys.platform == "win32"  # no fork on Windows
         or sys.version_info >= (3, 11, 8)
         or not dist.is_initialized()
     ):
@@ -281,7 +281,7 @@ def batching_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, A
 def signal_safe(loader: DataLoader[Any]) -> SignalSafeLoader:
     """Return a loader rebuilt with its own sampler, unsharded.
 
-    Its workers end with each pass, as those of a stream; see `loader_kwargs`.
+    Its workers end with each pass, like those of a stream; see `loader_kwargs`.
     """
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     stream = isinstance(loader.dataset, IterableDataset)

@@ -84,7 +84,7 @@ class MetricAccumulators:
             CheckpointError: The states of a metric object cannot be merged.
         """
         store = self._store
-        # The compiled wrapper, not its content.
+        # From the compiled wrapper if there is one, not from the module inside.
         objects = dict(reversed([*metric_objects(self._module)]))
         states = defaultdict(list)
         for rank_state in saved:
@@ -147,9 +147,9 @@ def put_metrics_back(states: Sequence[tuple[Any, int, dict[str, Any]]]) -> None:
 def isolated_training_metrics(metrics: MetricStore, module: nn.Module) -> Iterator[None]:
     """Save and reset the metric objects that training has logged; restore them on exit.
 
-    So the same object can serve training and the validations inside an epoch. Objects whose state
-    is inaccessible, or of which it is unknown whether training uses them, are recorded in
-    `MetricStore.outer_updates`.
+    This lets the same object serve training and the validations inside an epoch.
+    `MetricStore.outer_updates` records objects whose state is inaccessible, and objects that may or
+    may not be used by training.
     """
     logged = [*metrics.epoch("train").objects.values(), *metrics.step.objects.values()]
     by_id = {id(metric): metric for metric in [*logged, *metrics.stepwise.values()]}
@@ -219,7 +219,7 @@ def _check_mergeable(path: str, metric: Any) -> None:
 
 
 def _put_merged(metric: Any, states: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """Merge the states of several ranks as the object does when it computes, and load the result.
+    """Merge the states of several ranks as the object does in `compute`, and load the result.
 
     Args:
         metric: The metric object.

@@ -27,8 +27,9 @@ class Scope(NamedTuple):
         phase: ``"train"``, ``"validation"``, ``"test"`` or ``"predict"``.
         on_step: The default of the argument `on_step` of `log`; None outside steps, where values
             are accumulated over the epoch.
-        by_callbacks: Whether these are the callbacks' epoch-end hooks. They run when the epoch's
-            values are reduced, so that they see them; what they log is reduced by itself.
+        by_callbacks: Whether these are the callbacks' epoch-end hooks. They run after the epoch's
+            values are reduced, so that they can read them; values that they log are reduced
+            separately.
     """
 
     phase: str
@@ -95,7 +96,7 @@ class Cells:
         cells: The cells by name.
         objects: The metric objects (with ``compute`` and ``reset``) logged in the interval, by
             name.
-        all_objects: All metric objects by name: of this and earlier intervals, and copies of
+        all_objects: All metric objects of this and earlier intervals by name, including copies of
             objects that only other ranks have.
         agreed: The (name, kind) pairs that all ranks agreed on in the latest exchange.
         ran: The name suffixes of the loaders from which this rank ran a batch in the interval.
@@ -147,7 +148,7 @@ def weight_of(name: str, batch_size: float) -> float:
 def value_of_call(metric: Any) -> Any:
     """Return a torchmetrics object's value for the latest batch alone; None if unknown.
 
-    That is what the call ``metric(preds, target)`` returned.
+    It is the result of the call ``metric(preds, target)``.
     """
     return getattr(metric, "_forward_cache", None)  # torchmetrics has no public name for it
 

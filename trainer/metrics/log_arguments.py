@@ -40,7 +40,7 @@ def log_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Translate Lightning's arguments of ``self.log`` to those of `MetricStore.log`.
 
     Raises:
-        ValueError: One asks for what is not done; the text says what to do.
+        ValueError: An argument requests something unsupported; the message names the alternative.
         TypeError: There is no such argument.
     """
     taken: dict[str, Any] = {}

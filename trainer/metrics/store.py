@@ -35,7 +35,7 @@ from trainer.metrics.reduction import Reduction
 from trainer.tree import start_copy_to_host
 
 RESERVED = frozenset({"step", "epoch", "time"})
-_HIDDEN = "\0"  # begins the hidden loader suffix of a name, with add_dataloader_idx=False
+_HIDDEN = "\0"  # prefix of the hidden loader suffix of a name, with add_dataloader_idx=False
 
 
 class _Slot(NamedTuple):
@@ -185,7 +185,7 @@ class MetricStore:
                 "in a hook before or after one, or in on_train_epoch_end, "
                 "on_validation_epoch_end or on_test_epoch_end."
             )
-        if reduce not in KINDS:  # in line: every step comes here
+        if reduce not in KINDS:  # in line, since every step runs this
             raise ValueError(choice_error(f"reduce of the metric {name!r}", reduce, KINDS))
         is_number = isinstance(value, (Tensor, float, int))
         is_object = not is_number and hasattr(value, "compute") and hasattr(value, "reset")

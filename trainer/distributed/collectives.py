@@ -3,8 +3,8 @@
 Every process must call each function; with one process no communication takes place. Tensors must
 be on the process's device. Results have no autograd graph. If the calls of the processes do not
 match, all processes raise an error (see `trainer.distributed.guards`). Collectives of objects are
-always checked, since their sizes must be exchanged anyway. Those of tensors are checked where the
-group can use the host's memory, so that no device waits, and everywhere in debug mode
+always checked, since their sizes must be exchanged anyway. Collectives of tensors are checked if
+the group can communicate through host memory, so that no device waits, and always in debug mode
 (``ACCELERATE_DEBUG_MODE=true``).
 """
 
@@ -113,7 +113,7 @@ def gather_uneven(tensor: Any, processes: int | None = None, copies: int = 1) ->
         tensor: See `gather`.
         processes: Keep only the samples of this many processes, from rank 0 on; None keeps all.
             0-d tensors are kept from all processes.
-        copies: How many processes have the same samples, which are kept once.
+        copies: The number of processes that have the same samples, which are kept only once.
     """
     world_size = PartialState().num_processes
     if world_size == 1:
@@ -252,7 +252,7 @@ def pad_across_processes(
         The same containers. A tensor that needs no padding is returned itself, not a copy.
 
     Raises:
-        TypeError: A leaf is not a tensor, also with one process.
+        TypeError: A leaf is not a tensor; raised with one process too.
         ValueError: A tensor is on a device that the process group cannot send from.
         DistributedOperationException: The processes' calls do not match.
     """
@@ -307,7 +307,7 @@ def _agree(
         tree: The tensors of this process.
         free: A dimension whose size may differ between processes.
         sized: Whether the sizes of the tensors must match at all.
-        means: Whether integers are refused, because a mean is computed.
+        means: Whether a mean is computed, so that integers are rejected.
         others: Whether leaves other than tensors are allowed.
         nested: Whether nested tensors are allowed.
     """
@@ -326,7 +326,7 @@ def _agree(
 def _problem(
     operation: str, tree: Any, *, means: bool = False, others: bool = False, nested: bool = False
 ) -> Exception | None:
-    """Return the error that tells why this tree cannot be sent; None if it can."""
+    """Return an error that explains why this tree cannot be sent; None if it can."""
     state = PartialState()
     reachable = guards.device_types() if state.num_processes > 1 else None
     operation = operation.partition(" ")[0]

@@ -4,7 +4,7 @@ If ranks call different collectives, or pass different shapes, the backends may 
 or return wrong values. So an operation begins with a check: each rank all-gathers a hash of the
 operation that it is about to run. If the hashes differ, the ranks gather the descriptions of their
 operations, and all ranks raise an error that lists them. The check is one all-gather of 16 bytes
-per rank. If it waits for long on the host, a warning names the missing ranks.
+per rank. If it waits on the host for a long time, a warning names the missing ranks.
 
 These functions need only the process group, because `trainer.state` is built on them. Data is sent
 as bytes, so dtypes that a backend does not support (int16 and float8 with gloo, for example) can be
@@ -32,7 +32,7 @@ from trainer.tree import as_bytes, dense
 logger = module_logger(__name__)
 
 _LONGEST = 2000  # characters of each rank's description in an error
-_ANNOUNCED_AFTER = 1.0  # seconds until a waiting rank writes to the store that it waits
+_ANNOUNCED_AFTER = 1.0  # seconds until a waiting rank announces itself in the store
 _WARNED_AFTER = 30.0  # seconds until a warning names the missing ranks
 _GUARDED = (
     " If that call is inside `if accelerator.is_main_process:`, make it outside, on all processes."
@@ -61,7 +61,7 @@ def all_gather_rows(
     Args:
         tensor: This process's tensor.
         group: The process group; None means the default group.
-        operation: The operation, for the warning if this waits for long; None never warns.
+        operation: The operation, for the warning about a long wait; None never warns.
     """
     if tensor.device.type == "xla":
         of_hosts = all_gather_rows(read_back(tensor), group, operation=operation)
@@ -114,7 +114,7 @@ _forbidden: ContextVar[str] = ContextVar("forbid_collectives", default="")
 def forbid_collectives(why: str) -> Iterator[None]:
     """Forbid collectives on this thread inside the block, because not all ranks run it.
 
-    A collective in the block raises an error; without that it would hang.
+    A collective in the block raises an error instead of hanging.
 
     Args:
         why: The rest of the error message after the name of the operation: why collectives are
@@ -228,9 +228,9 @@ def _complaint(plans: list[str]) -> str:
 
 
 class CallCounts:
-    """How far this process has come in a program that all processes run.
+    """The progress of this process in a program that all processes run.
 
-    A process that waits for others in vain reads in the store whether they have gone on without it.
+    A process that waits in vain reads in the store whether the others have gone on without it.
 
     Attributes:
         joint: The number of collectives that all processes have checked.
@@ -243,7 +243,7 @@ class CallCounts:
         self.passes: dict[str, int] = {}
 
     def note(self, kind: str) -> None:
-        """Note in the store that this process begins a pass; it waits for no answer (5 µs)."""
+        """Record in the store that this process begins a pass, without waiting (5 µs)."""
         self.passes[kind] = number = self.passes.get(kind, 0) + 1
         with suppress(RuntimeError):  # the process that hosts the store has ended
             store_of(None).set(f"cadence/{kind}/{dist.get_rank()}", f"{self.joint} {number}")
@@ -299,7 +299,7 @@ def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> N
         return
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     store = store_of(group)
-    # The store is gone if the process that hosts it has ended. Then no rank can read the note.
+    # The store is gone if the process that hosts it has ended. No rank can then read the note.
     with suppress(RuntimeError):
         store.set(_key(rank), operation)
     try:
@@ -324,13 +324,13 @@ def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
     block forever if the others never called it.
 
     Args:
-        operation: The operation to note for this process.
+        operation: The operation to record for this process.
         group: The process group; None means the default group.
     """
     store, size, rank = store_of(group), dist.get_world_size(group), dist.get_rank(group)
     until = time.monotonic() + _WARNED_AFTER
     try:
-        store.set(_key(rank), operation)  # another failed rank may wait for this one
+        store.set(_key(rank), operation)  # since another failed rank may wait for this one
         with waiting:
             while not (come := len(_waiting(store, size)) == size) and time.monotonic() < until:
                 time.sleep(0.01)
@@ -354,11 +354,11 @@ def _key(rank: int) -> str:
 def decided_by_all(decision: str) -> bool:
     """Return whether all ranks come to the same decision within 30 seconds; not a collective.
 
-    It is for decisions that all ranks should make alike without communication. A rank that has
-    decided so alone gets False, and one that comes too late gets what the others got.
+    It is for decisions that every rank should reach without communication. A rank that is alone
+    with its decision gets False, and a rank that comes too late gets the same result as the others.
 
     Args:
-        decision: Names this decision; it must differ from all others of the program.
+        decision: A name for the decision, unique in the program.
     """
     store, size = store_of(None), dist.get_world_size()
     key = f"cadence/decision/{decision}"

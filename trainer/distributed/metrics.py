@@ -22,9 +22,9 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, copies:
     """Gather predictions and targets of all processes, without the loader's padding samples.
 
     Call it inside the loop over the prepared loader that yielded the data. At the loader's last
-    batch, the padding (samples that were repeated to fill the batch) is dropped, also with one
+    batch, the padding (samples that were repeated to fill the batch) is dropped, even with one
     process. In nested loops, the innermost loader counts. After ``next(iter(loader))`` or a
-    ``break``, the batch that was read last counts until another loader is read.
+    ``break``, the last batch that was read counts until another loader is read.
 
     It is a collective: every process must call it the same number of times. With
     ``even_batches=False``, some processes may have no last batch. Then leave the loop before it on
@@ -44,7 +44,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, copies:
               is dropped.
         use_gather_object: Gather tensors as objects. Their other dimensions may then differ. A list
             of tensors, or a tuple of tensors of different lengths, then has one tensor per sample.
-        copies: How many processes have the same samples, which are returned once.
+        copies: The number of processes that have the same samples, which are returned only once.
 
     Returns:
         The samples of all processes, in the order of the loader. With one process, tensors are
@@ -100,7 +100,7 @@ def _has_columns(thing: Any, use_gather_object: bool) -> bool:
     """Return whether the entries of a container are columns, not samples.
 
     Raises:
-        ValueError: There are several processes, and it cannot be decided.
+        ValueError: There are several processes, and the container is ambiguous.
     """
     entries = children(thing)
     if entries is None:
@@ -119,7 +119,7 @@ def _has_columns(thing: Any, use_gather_object: bool) -> bool:
     of_columns = lengths <= batch | of_process
     fit = len(lengths - of_process) <= 1 and (of_columns or not of_samples)
     if isinstance(thing, list) and of_samples and len(thing) > 1 and not lengths & batch:
-        fit = False  # as many single values as samples: one per sample, or one per process
+        fit = False  # as many single values as samples: one per sample or one per process?
     if use_gather_object or not any(isinstance(value, Tensor) for value in values):
         return fit and (isinstance(thing, tuple) or (bool(batch) and of_columns and not of_samples))
     if not fit and PartialState().num_processes > 1:
@@ -136,7 +136,7 @@ def _has_columns(thing: Any, use_gather_object: bool) -> bool:
 
 
 def _lengths(values: Iterable[Any], batch: Set[int]) -> set[int]:
-    """Return the lengths of the columns among `values`, also inside containers."""
+    """Return the lengths of the columns among `values`, including those inside containers."""
     lengths: set[int] = set()
     for value in values:
         entries = [entry for _, entry in children(value) or ()]

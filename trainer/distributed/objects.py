@@ -25,7 +25,7 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API'
 
     A list, tuple, range, deque or set contributes its elements; so does a tensor or array with at
     least one dimension. Any other object (a string, a number, a dict, a named tuple) contributes
-    itself. The result is a list also with one process. Objects are pickled and sent between the
+    itself. The result is a list even with one process. Objects are pickled and sent between the
     processes of the run, never through a file. Tensors on an accelerator arrive on the receiver's
     device.
 
@@ -45,7 +45,7 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API'
 
 
 def gather_object_from(object: Any, processes: int | None, copies: int = 1) -> list[Any]:  # noqa: A002 - see above
-    """Gather objects of the first `processes` ranks (None: all), of `each` equal ones only one."""
+    """Gather objects of the first `processes` ranks (None: all), one per `copies` equal ones."""
     # A set is converted to a list here, because its order differs between processes. An array is
     # sent as one object, not element by element.
     local = object if isinstance(object, _ARRAYS) else _elements(object)

@@ -1,4 +1,4 @@
-"""Run code on all ranks or on some, in order, and raise an error of one rank on all of them.
+"""Run code on all ranks or on some, in order, and raise one rank's error on all of them.
 
 These functions need only the process group, because `trainer.state` builds its methods on them.
 
@@ -55,7 +55,7 @@ def exchange(error: BaseException | None, operation: str) -> None:
 
 
 def on_all(work: Callable[[], R], operation: str) -> R:
-    """Run `work` on all ranks; return only if it failed on none of them. A collective call.
+    """Run `work` on all ranks; return only if it succeeded on all. A collective call.
 
     Args:
         work: The function to run. It may contain collectives, as users' hooks do. If it fails on
@@ -120,7 +120,7 @@ def going_first(first: bool, operation: str) -> Iterator[None]:
         operation: The name of the function that the user called.
 
     Raises:
-        RuntimeError: On the processes without an error of their own, if a first process failed.
+        RuntimeError: On processes that did not fail, if a first process failed.
         DistributedOperationException: On all processes, if some call another operation.
     """
     if not first:
@@ -130,7 +130,7 @@ def going_first(first: bool, operation: str) -> Iterator[None]:
     error: BaseException | None = None
     try:
         yield
-    except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
+    except BaseException as caught:  # noqa: BLE001 - raised below, after the others were informed
         error = caught
     exchange(error, operation)
 

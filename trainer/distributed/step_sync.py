@@ -2,14 +2,14 @@
 
 The step stats are the few numbers on which all processes must agree at each update: the items of
 the accumulation window, whether any process wants to stop or save or has failed to save, rank 0's
-clock, and whose data have ended. They form the sync vector. Its sum over the processes is computed
-by the same all-reduce as the gradients, so it needs no communication of its own. The host reads the
-sum immediately on the CPU. On an accelerator it reads the sum one update later, because an earlier
-read would make the host wait for the device.
+clock, and which processes have run out of data. They form the sync vector. Its sum over the
+processes is computed by the same all-reduce as the gradients, so it needs no communication of its
+own. The host reads the sum immediately on the CPU. On an accelerator it reads the sum one update
+later, because an earlier read would make the host wait for the device.
 
-DDP reduces tensors of one dtype together, so beside float32 gradients the sync vector is float32.
-The sums are exact nevertheless: an item count is sent as base-256 digits, and each sum is rounded.
-DDP multiplies each contribution by 1/W, for W processes, so contributions are multiplied by W
+DDP reduces tensors of one dtype together, so the sync vector is float32 if the gradients are. The
+sums are exact nevertheless: an item count is sent as base-256 digits, and each sum is rounded. DDP
+multiplies each contribution by 1/W, for W processes, so contributions are multiplied by W
 beforehand. (The all-to-all exchange in `trainer.engines.exchange` divides, which is exact.)
 
 Error bound: let u = 2**-24 be the unit roundoff of float32. A digit x < 2**8 becomes x(1 + d), with
@@ -107,11 +107,11 @@ class StepSync:
         self.items_seen += stats.items
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a run that resumes goes on from."""
+        """Return the state from which a resumed run continues."""
         return {"items_seen": self.items_seen, "epoch_votes": self.latest.epoch_votes}
 
     def load_state_dict(self, state: Mapping[str, Any], seconds: float) -> None:
-        """Go on from a state, at this number of seconds of training."""
+        """Restore a state; `seconds` is the training time so far."""
         self.items_seen = state["items_seen"]
         votes = state.get("epoch_votes", 0.0)  # missing in checkpoints of earlier releases
         self.latest = self.latest._replace(seconds=seconds, epoch_votes=votes)
@@ -145,7 +145,7 @@ class StepSync:
         return sync_vector
 
     def count(self, total: Tensor) -> float | Tensor:
-        """Record a summed sync vector; `latest` has it now, or on an accelerator one update later.
+        """Record a summed sync vector; `latest` is updated, on an accelerator one update later.
 
         Args:
             total: The sum of the sync vectors of all processes.
@@ -175,15 +175,15 @@ class StepSync:
     def peek(self) -> StepStats:
         """Return the newest sums without recording them; waits for the device.
 
-        So it may be called on some processes only: `latest` stays the same on all.
+        It may be called on some processes only, since `latest` stays the same on all.
         """
         return self.latest if self._pending is None else self._read(self._pending.read())
 
     def no_batch_ran(self) -> bool:
         """Return whether a window has no items because hooks ended the epoch; waits for the device.
 
-        It may be called on some processes only: if it returns True on one that has no items itself,
-        it does on all, since none has any.
+        It may be called on some processes only. If it returns True on a process without items of
+        its own, it does so on all, since none has any.
         """
         now = self.peek()
         return now.epoch_votes > 0 and not now.items

@@ -37,8 +37,8 @@ def all_reduce(
 ) -> None:
     """All-reduce a tensor, in place; a collective call.
 
-    The process group knows nothing of XLA devices: their tensors are reduced over the devices where
-    these can (see `xla.reduces`), and else over the hosts.
+    The process group cannot send tensors of XLA devices. They are reduced over the devices if the
+    devices support it (see `xla.reduces`), otherwise over the hosts.
 
     Args:
         tensor: The tensor, without a graph of autograd.
@@ -60,7 +60,7 @@ def sum_numbers(vector: Tensor) -> None:
 
     On the CPU, it uses one all-to-all exchange: each process sends its vector to every other one
     and sums the vectors in the order of the ranks. For small vectors only latency counts, and
-    gloo's ring all-reduce, which is made for large data, takes several times as long.
+    gloo's ring all-reduce, which is designed for large data, takes several times as long.
 
     Args:
         vector: A contiguous tensor of shape (numbers,).
@@ -69,7 +69,7 @@ def sum_numbers(vector: Tensor) -> None:
         all_reduce(vector)
         return
     processes = dist.get_world_size()
-    of_all = vector.new_zeros(processes, len(vector))  # which a fake group of torch 2.11 leaves
+    of_all = vector.new_zeros(processes, len(vector))  # kept by torch 2.11's fake group
     dist.all_to_all_single(of_all, vector.repeat(processes, 1))
     vector.copy_(add_rows(of_all))
 
@@ -116,8 +116,8 @@ class Unsendable:
 class _Pickler(pickle.Pickler):
     """Pickles tensors by value, for every dtype; torch's own pickling does not support all.
 
-    The device index is not sent, because it means a different device on another process. Of a view,
-    only the tensor's own values are sent, not its whole storage.
+    The device index is not sent, because it means a different device on another process. For a
+    view, only its own values are sent, not the whole storage.
     """
 
     def reducer_override(self, obj: Any) -> Any:

@@ -1,11 +1,11 @@
 """Watchdog: names a hanging or failed rank, with its Python stack, before the backend times out.
 
-In each process, a thread writes a note every few seconds to the store of the process group: the
-phase and step in which the training thread is. This needs no collective and does not involve the
-training thread. A process that has waited in one phase for long reads the notes of the others. It
-then logs which ranks do not wait, with their phase, step and Python stack. A process that fails
-writes its error to its note. The others lose their connection to it, and report this cause instead
-of only the backend's message.
+In each process, a thread writes a note to the store of the process group every few seconds, with
+the phase and step of the training thread. This needs no collective and does not involve the
+training thread. A process that has waited in one phase for a long time reads the notes of the
+others. It then logs which ranks are not waiting, with their phase, step and Python stack. A process
+that fails writes its error to its note. The others lose their connection to it, and report this
+cause instead of only the backend's message.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from trainer.errors import Preempted, module_logger
 
 logger = module_logger(__name__)
 
-# Patience: seconds that a process waits in one phase until it logs that, or a fraction of the
-# backend's timeout, if that is less.
+# Patience: seconds in one phase after which a waiting process logs a warning; a fraction of the
+# backend's timeout, if that is shorter.
 _PATIENCE = 30.0
 _OF_LIMIT = 0.25
 _LOOKS = 6  # notes that a process writes during the patience
-_SILENT = 2  # number of looks without a new note after which a process counts as stopped
+_SILENT = 2  # after so many looks without a new note, a process counts as stopped
 _FRAMES = 15  # the number of innermost stack frames to show
 _READ = 100  # ranks whose notes are read at the end; reading thousands would overload the store
 _SHOWN = 8  # ranks to name if it is unknown which one is lost
@@ -44,7 +44,7 @@ _NO_STORE = (
     "the store of the process group does not answer: its machine, that of rank 0, has failed or "
     "cannot be reached"
 )
-_ALL_STAND = 4  # multiple of the patience after which it is logged that all processes wait
+_ALL_STAND = 4  # multiple of the patience after which a wait of all processes is logged
 # Modules in whose code a process waits for others: in a collective or a backward pass.
 # Cadence's own code marks where it waits; see `trainer.distributed.guards.waiting`.
 _WAITS = (
@@ -52,8 +52,8 @@ _WAITS = (
     *("megatron.core.pipeline_parallel", "megatron.core.tensor_parallel"),
     *("megatron.core.distributed", "deepspeed.comm", "deepspeed.runtime.zero"),
 )
-_watching = threading.Lock()  # of nested runs, only the outer one is watched
-_runs = itertools.count()  # numbers the runs, alike on every process, for the keys of the notes
+_watching = threading.Lock()  # only the outermost of nested runs is watched
+_runs = itertools.count()  # run numbers, equal on every process, for the keys of the notes
 
 
 class Note(NamedTuple):
@@ -183,10 +183,10 @@ def unexplained(phase: str, notes: Mapping[int, Note], error: str) -> str:
 
 
 def _waits_at(frame: FrameType | None) -> bool:
-    """Return whether a frame is torch's, or of an engine's library, where a process waits.
+    """Return whether a frame is in torch or an engine's library, at a point where it waits.
 
-    The innermost frame may belong to a part of torch that the waiting one calls: a `DTensor` waits
-    in ``torch._ops``. So the search goes outwards, to the first frame that is not torch's.
+    The innermost frame may be in another part of torch, for example ``torch._ops`` while a
+    `DTensor` waits. So the search goes outwards to the first frame that is not torch's.
     """
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
@@ -265,9 +265,9 @@ class _Watchdog:
     def _log_if_silent(self) -> Iterator[None]:
         """Log a warning if the store does not answer inside the block.
 
-        Without the store, the state of the other processes is unknown. This needs a thread of its
-        own, because the watchdog thread may block in the store until the operating system gives up
-        the connection to the lost machine.
+        Without the store, the state of the other processes is unknown. This needs a separate
+        thread, because the watchdog thread may block in the store until the operating system gives
+        up the connection to the lost machine.
         """
         timer = threading.Timer(self._patience / 2, self._log_silence)
         timer.daemon = True

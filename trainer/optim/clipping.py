@@ -55,9 +55,9 @@ def clip_(
 
     Args:
         parameters: The parameters; those without a gradient are skipped.
-        max_norm: The maximum norm of all gradients as one vector; see Pascanu, Mikolov, Bengio,
-            "On the difficulty of training recurrent neural networks", ICML 2013. None: no limit.
-        max_value: The maximum magnitude of each element. None: no limit.
+        max_norm: The maximum norm of all gradients as one vector; see Pascanu, Mikolov, Bengio, "On
+            the difficulty of training recurrent neural networks", ICML 2013. None means no limit.
+        max_value: The maximum magnitude of each element. None means no limit.
         norm_type: The order p of the norm.
 
     Returns:
@@ -115,12 +115,13 @@ class Clipper(Protocol):
 
 @dataclass(frozen=True)
 class Clipping:
-    """Which gradients a loop clips: all together, except those of optimizers with own limits.
+    """Selects the gradients that a loop clips together: all except those of optimizers with limits.
 
     Attributes:
         common: The limits of all other parameters. Their total norm excludes optimizers that have a
             `max_norm` of their own.
-        own: Optimizers with limits of their own. For a limit that is None, the common one applies.
+        own: Optimizers with limits of their own. If one of the limits is None, the common one
+            applies.
     """
 
     common: Limits = NO_LIMITS

@@ -24,7 +24,7 @@ logger = module_logger(__name__)
 _TICKS = ("scheduler", "interval", "frequency", "monitor", "strict")
 _SCHEDULER_KEYS = (*_TICKS, "name")
 _OWN_KEYS = ("name", "max_grad_norm", "max_grad_value")  # Cadence's options of an optimizer
-_PORTED_KEY = "reduce_on_plateau"  # Lightning's key, which says what the scheduler says itself
+_PORTED_KEY = "reduce_on_plateau"  # Lightning's key, redundant with the scheduler's class
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", *_TICKS, *_OWN_KEYS)
 _SHAPES = (
     "Return an optimizer, a pair (optimizer, scheduler), a dict with 'optimizer' and optionally "
@@ -41,9 +41,9 @@ class OptimizerEntry:
         optimizer: The user's optimizer.
         name: Its name in records and checkpoints; None means its class name.
         max_grad_norm: The maximum norm of its gradients, which are then clipped separately from
-            those of other optimizers; None: the Trainer's limit.
-        max_grad_value: The maximum magnitude of each element of its gradients; None: the Trainer's
-            limit.
+            those of other optimizers; None means the Trainer's limit.
+        max_grad_value: The maximum magnitude of each element of its gradients; None means the
+            Trainer's limit.
 
     Raises:
         TypeError: `optimizer` is not an optimizer, or a limit is not a number.
@@ -99,15 +99,15 @@ class SchedulerEntry:
 
     Attributes:
         scheduler: A torch scheduler or any object with ``step``, ``state_dict`` and
-            ``load_state_dict``. One of timm, which has ``step_update`` too, is given the number of
-            the update or epoch.
+            ``load_state_dict``. A timm scheduler, which also has ``step_update``, is passed the
+            number of the update or epoch.
         interval: The unit of `frequency`: ``"step"`` (an optimizer update) or ``"epoch"``.
         frequency: The number of updates or epochs per step of the scheduler.
         monitor: The metric passed to ``step`` of ``ReduceLROnPlateau``, or of a scheduler that is
             not torch's. Other torch schedulers take no metric.
         name: The name under which its learning rate is logged.
-        strict: Whether a missing `monitor` is an error. If False, it is warned of once, and the
-            scheduler waits.
+        strict: Whether a missing `monitor` is an error. If False, a warning is logged once, and the
+            scheduler does not step.
 
     Raises:
         ValueError: A unit is unknown, a number is not positive, or ``ReduceLROnPlateau`` has no
@@ -138,10 +138,10 @@ class SchedulerEntry:
             )
 
     def check_unit(self) -> None:
-        """Check that a scheduler of timm counts in `interval`; else it would never advance.
+        """Check that a timm scheduler counts in units of `interval`; otherwise it never advances.
 
         Raises:
-            ValueError: It counts in the other unit.
+            ValueError: The scheduler counts in the other unit.
         """
         in_epochs = getattr(self.scheduler, "t_in_epochs", None)
         unit = "epoch" if in_epochs else "step"
@@ -153,9 +153,10 @@ class SchedulerEntry:
             )
 
     def step_to(self, number: int) -> Callable[[Any, float | None], Any] | None:
-        """Return how a scheduler of timm is brought to the number of an update or epoch, from 1.
+        """Return a function that sets a timm scheduler to an update or epoch number, from 1.
 
-        It has a method for each of the two. None for other schedulers, which count themselves.
+        Timm schedulers have a method for each of the two units. Returns None for other schedulers,
+        which count themselves.
         """
         if not callable(getattr(self.scheduler, "step_update", None)):
             return None
@@ -169,7 +170,7 @@ class SchedulerEntry:
         *,
         warns: bool = True,
     ) -> None:
-        """Advance the scheduler by one step; a ``OneCycleLR`` at its end keeps its learning rate.
+        """Advance the scheduler by one step; at its end, a ``OneCycleLR`` keeps its learning rate.
 
         Args:
             metrics: The latest value of every metric.
@@ -178,7 +179,7 @@ class SchedulerEntry:
 
         Raises:
             ValueError: The monitored metric has not been logged, and the scheduler is strict; the
-                message lists the metrics that have.
+                message lists the logged metrics.
         """
         if isinstance(self.scheduler, OneCycleLR) and is_at_end(self.scheduler):
             self._stay_at_end(self.scheduler, warns=warns)
@@ -228,7 +229,7 @@ class SchedulerEntry:
     def _stay_at_end(self, schedule: OneCycleLR, *, warns: bool) -> None:
         """Keep the last learning rate, and warn at the step at which torch would raise.
 
-        The step is counted as torch counts it. Checkpoints hold the count, so a run warns once.
+        Steps are counted like in torch. Checkpoints hold the count, so a run warns once.
         """
         schedule._step_count += 1
         if warns and schedule._step_count == schedule.total_steps + 2:
@@ -283,7 +284,7 @@ def check_optimizers(
     *,
     automatic: bool,
 ) -> None:
-    """Check that a loop can train a module with what ``configure_optimizers`` returned.
+    """Check that a loop can train a module with the result of ``configure_optimizers``.
 
     Args:
         entries: The optimizers.
@@ -321,10 +322,10 @@ def check_optimizers(
 
 
 def _check_attached(schedulers: Sequence[SchedulerEntry], optimizers: Sequence[Optimizer]) -> None:
-    """Raise if a scheduler belongs to an optimizer that was not returned: it has no effect.
+    """Raise if a scheduler has no effect, since its optimizer was not returned.
 
-    An optimizer counts as returned if a returned optimizer that is not torch's may wrap it. That
-    one may have groups of its own, so parameters are compared.
+    If a returned optimizer is not torch's, it may wrap an optimizer, which then counts as returned.
+    The wrapper may have its own groups, so parameters are compared.
 
     Raises:
         ValueError: There is such a scheduler.
@@ -371,7 +372,7 @@ def _check_separate(
 
 
 def _dicts(returned: Any) -> bool:
-    """Return whether it is a tuple of dicts; two dicts are not an (optimizer, scheduler) pair."""
+    """Return whether a value is a tuple of dicts, which is no (optimizer, scheduler) pair."""
     return isinstance(returned, tuple) and all(isinstance(part, Mapping) for part in returned)
 
 

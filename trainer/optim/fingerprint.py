@@ -1,6 +1,6 @@
-"""The optimizer fingerprint: what ``configure_optimizers`` chose, as text.
+"""The optimizer fingerprint: the choices of ``configure_optimizers``, as text.
 
-Processes compare it, and so do the starts of a run with the one in the checkpoint.
+It is compared between processes, and between a resumed run and the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.optim.optimizer import AcceleratedOptimizer
 
 logger = module_logger(__name__)
 
-NUMBER = "the number of parameters of"  # begins the name of an option of optimizers
+NUMBER = "the number of parameters of"  # prefix of the name of an option
 _OF_SPEED = ("foreach", "fused", "capturable", "differentiable")  # do not change the result
 _NOT_CHOSEN = ("params", "initial_lr")  # keys of a parameter group that are not options
 _OF_SCHEDULES = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # keys of a group
@@ -31,8 +31,9 @@ def options_of(
 ) -> dict[str, str]:
     """Return the options of optimizers and schedulers as strings, by their name in messages.
 
-    An optimizer gives its class and options, with initial learning rates. A torch scheduler gives
-    the numbers that it was created with. Any other scheduler gives its class and interval.
+    For an optimizer, these are its class and options, with initial learning rates; for a torch
+    scheduler, the numbers that it was created with; for any other scheduler, its class and
+    interval.
 
     Args:
         names: The names of the optimizers.
@@ -69,10 +70,10 @@ def _class_of(scheduler: int) -> str:
 
 
 def _numbers(schedule: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yield the arguments that torch's schedulers were created with, also of nested schedulers.
+    """Yield the arguments that torch's schedulers were created with, including nested schedulers.
 
-    Counters are left out. Other classes, also subclasses of torch's, may have attributes of any
-    kind: they are not compared.
+    Counters are left out. Other classes, including subclasses of torch's, are not compared, since
+    they may have attributes of any kind.
     """
     is_of_torch = type(schedule).__module__.startswith("torch.optim.")
     for key, value in vars(schedule).items() if is_of_torch else ():
@@ -86,7 +87,7 @@ def _numbers(schedule: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: Any) -> str:
-    """Format numbers and strings, also in nested tuples; of other objects only the type's name."""
+    """Format numbers and strings, also in nested tuples; other objects as their type's name."""
     if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate on the device
         value = value.item()
     if isinstance(value, Mapping):  # MultiStepLR keeps its milestones in a Counter
@@ -94,7 +95,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
     if isinstance(value, Real) and not isinstance(value, bool):  # also numpy's numbers
-        number = float(value)  # so that 1 equals 1.0, and a float32 the float it came from
+        number = float(value)  # so that 1 equals 1.0, and a float32 its original float
         whole = number.is_integer() and abs(number) < 2**53  # keep all digits of counts
         return str(int(number)) if whole else f"{number:.6g}"
     plain = value is None or isinstance(value, (bool, str))
@@ -113,10 +114,10 @@ def keep_options(
     Args:
         options: The options that `configure_optimizers` returned at this start; replaced in place
             by the checkpoint's options where they differ.
-        saved: The options in the checkpoint: those in effect then, without changes by hooks.
+        saved: The options in the checkpoint, as they were at the save, without changes by hooks.
         restored: The options of the restored optimizers and schedulers, which schedulers and hooks
             may have changed during the run.
-        tell: Whether to warn.
+        tell: Whether to log the warning.
     """
     changed = [
         name
@@ -140,7 +141,7 @@ def keep_options(
 
 
 def check_schedules(options: Mapping[str, str], saved: Mapping[str, str], schedulers: int) -> None:
-    """Raise if a scheduler's class differs from the checkpoint's: it cannot load that state.
+    """Raise if a scheduler's class differs from the checkpoint's: the state cannot be loaded.
 
     Args:
         options: The options at this start.

@@ -1,9 +1,9 @@
 """Detect non-finite gradients and losses on the device, before they reach a checkpoint.
 
-NaN or infinity in gradients come from a non-finite loss or from an overflow in the backward pass.
+NaN or infinity in gradients comes from a non-finite loss or from an overflow in the backward pass.
 After the gradient reduction all ranks have the same gradients, so all find the same result without
-further communication. A non-finite loss may have finite gradients, for example if a constant is
-added that is NaN. A flag for such losses travels with the step sync.
+further communication. A non-finite loss may have finite gradients, for example if a NaN constant is
+added. A flag for such losses travels with the step sync.
 
 On the CPU the result is available at once. On an accelerator the host reads it one update later,
 or before an evaluation or a save, so that it does not wait for the device. With ``"stop"`` the
@@ -83,7 +83,7 @@ class _OnHost(threading.local):
     """The kernel's flag on the CPU, made once: a new tensor takes half as long as the check."""
 
     def __init__(self) -> None:
-        with torch.inference_mode(False):  # whatever the context of the first check is
+        with torch.inference_mode(False):  # even if the first check runs in inference mode
             self.found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
@@ -121,7 +121,7 @@ def _any_non_finite_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def _by_device_and_dtype(gradients: list[Tensor]) -> Collection[list[Tensor]]:
-    """Group the gradients by device and dtype, as the kernel needs; as dense real tensors."""
+    """Group the gradients, as dense real tensors, by device and dtype, as the kernel requires."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         dense = gradient._values() if gradient.is_sparse else gradient
@@ -165,7 +165,7 @@ class FiniteGuard:
 
     Attributes:
         skipped: The number of skipped updates, by this policy or by the fp16 scaler.
-        in_row: The number of skipped updates since the last one that was made.
+        in_row: The number of skipped updates since the last update that was made.
         window_loss: A scalar that is finite only if all losses of this rank in the latest window
             are, for the error; None without one.
     """
@@ -199,19 +199,19 @@ class FiniteGuard:
         return {"skipped": self.skipped, "in_row": self.in_row}
 
     def load_state_dict(self, state: dict[str, int] | None) -> None:
-        """Restore the counts of skipped updates; None is of a run that ignored them."""
+        """Restore the counts of skipped updates; None if the saved run ignored them."""
         if state is not None:
             self.skipped, self.in_row = state["skipped"], state["in_row"]
 
     def should_step(self, non_finite: bool | Tensor | None, step: int, loss: Tensor | None) -> bool:
-        """Return whether the optimizers shall step.
+        """Return whether the optimizers should step.
 
         On an accelerator the result may be read later; the update is then made (``"stop"``), or
         skipped by the fused optimizers themselves (``"skip"``).
 
         Args:
-            non_finite: Whether a gradient or loss is: a bool, a device tensor of shape ()
-                that is 0 or 1 (passed on to fused optimizers), or None without gradients.
+            non_finite: Whether a gradient or loss is non-finite: a bool, a device tensor of shape
+                () that is 0 or 1 (passed on to fused optimizers), or None without gradients.
             step: The number of the update, from 1.
             loss: The latest loss of this rank, for the error.
 
@@ -236,7 +236,7 @@ class FiniteGuard:
         return True
 
     def read_pending(self) -> None:
-        """Wait for the result of the latest update, such as before an evaluation or a save.
+        """Wait for the result of the latest update, for example before an evaluation or a save.
 
         Raises:
             FloatingPointError: See `should_step`.
@@ -300,7 +300,7 @@ class FiniteGuard:
     def _losses(self, loss: Tensor | None, window_loss: Tensor | None) -> str:
         """Return a sentence about the NaN and infinite losses of all ranks, else about this rank's.
 
-        It is collective: all ranks have found the same gradients, so all are here.
+        It is collective. All ranks find the same gradients, so all ranks call it.
         """
         if self._manual:
             return ""

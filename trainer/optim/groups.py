@@ -26,8 +26,8 @@ def add_group(
 ) -> None:
     """Add a parameter group with the options of the first group and a scaled learning rate.
 
-    The optimizer's torch schedulers are extended by the group, so that its learning rate follows
-    that of the first group, times `ratio`.
+    The group is added to the optimizer's torch schedulers, so that its learning rate is that of the
+    first group times `ratio`.
 
     Args:
         optimizer: The user's optimizer, prepared or not.
@@ -53,7 +53,7 @@ def add_group(
 def scale_group(
     optimizer: Optimizer, index: int, factor: float, *, schedulers: Iterable[Any] = ()
 ) -> None:
-    """Multiply the learning rate of a parameter group, also in its schedulers.
+    """Multiply the learning rate of a parameter group, including in its schedulers.
 
     Args:
         optimizer: The user's optimizer, prepared or not.
@@ -88,12 +88,12 @@ def restore_groups(
     *,
     schedulers: Iterable[Any] = (),
 ) -> None:
-    """Add the parameter groups that a saved optimizer had more; call before loading its state.
+    """Add the extra parameter groups of a saved optimizer; call before loading its state.
 
     Args:
         optimizer: The user's optimizer, prepared or not.
         saved: The parameter names of each saved group; see `names_of_groups`.
-        module: The module that has the parameters.
+        module: The module that owns the parameters.
         schedulers: All schedulers; those of other optimizers are ignored.
 
     Raises:

@@ -27,9 +27,9 @@ def is_lomo(optimizer: Optimizer) -> bool:
 
 
 def lomo_backward(loss: Tensor, learning_rate: float, optimizers: Sequence[Optimizer]) -> None:
-    """Run the backward pass and the update of the LOMO optimizer in one.
+    """Run the backward pass, in which the LOMO optimizer updates the parameters.
 
-    With several processes the update is made after the backward pass, when the gradients are
+    With several processes, the update is made after the backward pass, once the gradients are
     averaged. LOMO then saves no memory.
 
     Args:
@@ -70,10 +70,10 @@ def lomo_backward(loss: Tensor, learning_rate: float, optimizers: Sequence[Optim
 
 
 def _backward_all(lomo: Any, loss: Tensor, learning_rate: float) -> None:
-    """Run the backward pass through DDP first, then the update with the averaged gradients.
+    """Run the backward pass through DDP, then the update with the averaged gradients.
 
-    Otherwise LOMO's hooks on the parameters would use this rank's gradients, and drop them, before
-    they are averaged.
+    Otherwise LOMO's parameter hooks would use and drop this rank's gradients before they are
+    averaged.
     """
     if lomo.clip_grad_norm is not None:
         raise ValueError(

@@ -24,18 +24,19 @@ _NOT_COPIED = ("_gradient_state", "step", "before_step")
 
 
 class OptimizerDriver(Protocol):
-    """Makes the updates of optimizers whose state it has; an engine.
+    """Steps optimizers whose state it owns; implemented by engines.
 
-    The optimizers keep the user's parameter groups, whose options count at each update.
+    The optimizers keep the user's parameter groups, whose options are read at each update.
 
     Attributes:
-        schedules: Schedules that it advances itself with each update, in a loop of your own.
+        schedules: Schedules that the driver advances with each update, in a loop written by the
+            user.
     """
 
     schedules: Sequence[Any]
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return the scheduler to use in its place, after its optimizer was prepared."""
+        """Return the scheduler to use instead, after its optimizer was prepared."""
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Make an update."""
@@ -44,13 +45,13 @@ class OptimizerDriver(Protocol):
         """Drop the gradients."""
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this process's part of the state, numbered as one process numbers it.
+        """Return this process's part of the state, numbered as in a single process.
 
-        Tensors of which it has parts are `LocalShards`. The call may be collective.
+        Tensors of which this process has only parts are `LocalShards`. The call may be collective.
         """
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take this process's part of such a state, whose tensors may be whole or in files."""
+        """Load this process's part of such a state, whose tensors may be whole or in files."""
 
 
 class LossOfUpdate:
@@ -68,7 +69,8 @@ class LossOfUpdate:
         """Return the loss.
 
         Raises:
-            RuntimeError: It is called again, by an optimizer that evaluates the loss several times.
+            RuntimeError: The closure is called again, by an optimizer that evaluates the loss
+                several times.
         """
         if self._called:
             raise RuntimeError(
@@ -90,8 +92,8 @@ class AcceleratedOptimizer(Optimizer):
         device_placement: Whether to move its state to the devices of its parameters.
         precision: Unscales gradients, and skips updates whose gradients overflowed (fp16).
         reduce: Called with the wrapped optimizer before each update, to average its gradients over
-            the ranks; None if the engine does that.
-        driver: Makes its updates and has its state; None if it does.
+            the ranks; None if the engine averages them.
+        driver: Steps the optimizer and owns its state; None if the optimizer does this itself.
 
     Attributes:
         optimizer: The user's optimizer.
@@ -214,7 +216,7 @@ class AcceleratedOptimizer(Optimizer):
 
         Args:
             set_to_none: Whether gradients become None instead of zeros. None means True, if the
-                wrapped optimizer takes the argument.
+                wrapped optimizer accepts the argument.
         """
         if not self._gradient_state.sync_gradients:
             return
@@ -234,7 +236,7 @@ class AcceleratedOptimizer(Optimizer):
             self.optimizer.zero_grad()
 
     def synchronize(self) -> None:
-        """Average the gradients over the ranks now, such as before clipping; once per update."""
+        """Average the gradients over the ranks now (e.g. before clipping), once per update."""
         if self._reduce is not None and not self._reduced:
             self._reduce(self.optimizer)
             self._reduced = True
@@ -270,7 +272,7 @@ class AcceleratedOptimizer(Optimizer):
             self._note_call()
             return None
         returned: Any = None
-        if isinstance(closure, LossOfUpdate):  # the gradients are there already
+        if isinstance(closure, LossOfUpdate):  # the gradients are already computed
             returned, closure = closure(), None
         if self.driver is not None:
             self._drive(self.driver, closure)
@@ -292,7 +294,7 @@ class AcceleratedOptimizer(Optimizer):
                 self._skipped = ~made if isinstance(made, Tensor) else not made
                 self._note_call()
             else:
-                step = self.optimizer.step  # which need not take a closure
+                step = self.optimizer.step  # the optimizer's step may not take a closure
                 result = step() if closure is None else step(closure)
                 returned = result if returned is None else returned
                 self._skipped = False
@@ -301,10 +303,10 @@ class AcceleratedOptimizer(Optimizer):
         return returned
 
     def _drive(self, driver: OptimizerDriver, closure: Callable[[], Any] | None) -> None:
-        """Let the driver make an update.
+        """Make the update with the driver.
 
         Raises:
-            ValueError: There is a closure, which it would not call.
+            ValueError: There is a closure, which the driver would not call.
         """
         if closure is not None:
             raise ValueError(
@@ -335,7 +337,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def skipped(self) -> bool | Tensor:
-        """`step_was_skipped` without waiting for the device; may be a tensor of shape () there."""
+        """`step_was_skipped` without waiting for the device; may be a tensor of shape ()."""
         return self._skipped
 
     def skip_step(self) -> None:
@@ -398,10 +400,10 @@ class ParameterLists:
 
     Attributes:
         all: All parameters of the module and the optimizers.
-        unused: The parameters that no optimizer has.
+        unused: The parameters that are in no optimizer.
         unregistered: Unregistered parameters: an optimizer has them, the module does not.
         first: Whether the latest refresh was the first one.
-        changed: Whether it found other parameters than the one before.
+        changed: Whether the latest refresh found other parameters than the previous one.
         warned: Whether a warning about unregistered parameters was logged.
         warned_unused: The `id` of each unused parameter that a warning has named.
     """
@@ -419,7 +421,7 @@ class ParameterLists:
     def refresh(self, epoch: int) -> bool:
         """Refresh the lists if they may have changed; return whether parameters must be checked.
 
-        That is: at the first update of each epoch, and whenever a parameter group is another list
+        This is the case at the first update of each epoch, and if a parameter group is another list
         or has another length, first or last parameter. Comparing all parameters at every update
         would be slow. Unregistered parameters are checked until a warning was logged.
         """
@@ -443,14 +445,15 @@ class ParameterLists:
 
 
 def twin_of(optimizer: Optimizer, instead: Mapping[int, Tensor] | None = None) -> Optimizer:
-    """Return an optimizer of the same class, whose groups and state are its own.
+    """Return an optimizer of the same class, with separate groups and state.
 
-    Hooks and a patched ``step`` stay with the user's: an engine steps the twin in its own way.
+    Hooks and a patched ``step`` stay with the user's optimizer, since an engine steps the twin in
+    its own way.
 
     Args:
-        optimizer: The user's.
-        instead: What takes the place of parameters, by their ``id``; None keeps those that are
-            trained. Others are left out, and groups without any.
+        optimizer: The user's optimizer.
+        instead: Replacements of parameters, by the parameters' ``id``; None keeps the trainable
+            ones. Other parameters are left out, and so are groups without parameters.
     """
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})

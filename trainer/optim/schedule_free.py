@@ -1,8 +1,8 @@
-"""Schedule-free optimizers, which compute gradients at other weights than those to evaluate.
+"""Schedule-free optimizers, which compute gradients at weights other than the evaluated ones.
 
 Defazio et al., "The Road Less Scheduled", NeurIPS 2024; their package is ``schedulefree``. Its
-optimizers have the methods ``train`` and ``eval``, which put the one or the other weights into the
-parameters, in place and up to rounding.
+optimizers have the methods ``train`` and ``eval``, which put the evaluation or the training weights
+into the parameters, in place and up to rounding.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ def schedule_free(optimizers: Iterable[AcceleratedOptimizer]) -> list[Accelerate
 
 
 def is_schedule_free(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has other weights for the evaluation."""
+    """Return whether an optimizer has separate weights for evaluation."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 @contextmanager
 def evaluation_weights(optimizers: Sequence[AcceleratedOptimizer]) -> Iterator[None]:
-    """Put the weights to evaluate into the parameters, and exactly the trained ones back on exit.
+    """Put the evaluation weights into the parameters, and restore the trained ones exactly on exit.
 
-    Copies are kept, since going there and back by ``eval`` and ``train`` rounds: how often a run
-    validates or saves would change it.
+    The trained weights are restored from copies, since a round trip through ``eval`` and ``train``
+    rounds them, and the run would depend on how often it validates or saves.
 
-    Optimizers that are there already, as after a fit, stay as they are.
+    Optimizers that already have their evaluation weights in place, for example after a fit, are not
+    changed.
 
     Args:
         optimizers: Schedule-free optimizers.

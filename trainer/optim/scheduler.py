@@ -12,7 +12,7 @@ from trainer.state import GradientState, PartialState
 
 
 def is_at_end(scheduler: Any) -> bool:
-    """Return whether a scheduler has reached `total_steps`; OneCycleLR raises if it goes on."""
+    """Return whether a scheduler has reached `total_steps`; a further step of OneCycleLR raises."""
     end = getattr(scheduler, "total_steps", None)
     return end is not None and scheduler.last_epoch >= end - 1
 
@@ -29,12 +29,12 @@ class AcceleratedScheduler:
 
     Args:
         scheduler: The user's scheduler.
-        optimizers: The prepared optimizers that it belongs to, or one.
-        step_with_optimizer: Whether ``step()`` depends on the optimizers. False: it advances once
-            per call.
+        optimizers: The prepared optimizers to which it belongs, or a single one.
+        step_with_optimizer: Whether ``step()`` depends on the optimizers. If False, it advances
+            once per call.
         split_batches: Whether each batch of the loader is split among the processes.
         tick: ``"process"``, ``"update"`` or None.
-        processes: How many processes read different data; None means all.
+        processes: The number of processes that read different data; None means all.
 
     Attributes:
         scheduler: The user's scheduler.
@@ -77,7 +77,7 @@ class AcceleratedScheduler:
         Args:
             *args: Arguments of the user's scheduler, such as a metric for ``ReduceLROnPlateau``.
                 With arguments it advances only once, so that a metric does not count several times.
-            **kwargs: Keyword arguments of the user's scheduler; likewise.
+            **kwargs: Keyword arguments of the user's scheduler, with the same effect.
         """
         if self.tick is None:
             return

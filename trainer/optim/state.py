@@ -35,7 +35,7 @@ def state_of(optimizer: Any, modules: Iterable[nn.Module]) -> Any:
 
 
 def _bare(name: str, bare: str | None) -> str:
-    """Return the module's name `bare`, unless the user gave the parameter another name."""
+    """Return the module's name `bare`, unless the user named the parameter differently."""
     ours, saved = (
         [part for part in path.split(".") if part not in WRAPPED_AS] for path in (bare or "", name)
     )
@@ -88,7 +88,7 @@ def _as_saved(saved: Any, loaded: Any, had: torch.dtype) -> Any:
 
 
 def keeps_on_host(key: str, group: Mapping[str, Any]) -> bool:
-    """Return whether torch keeps a state on the CPU wherever its parameter is: the step count.
+    """Return whether torch keeps a state (the step count) on the CPU for any parameter device.
 
     Args:
         key: The name of the state.

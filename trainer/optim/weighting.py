@@ -4,13 +4,13 @@ The loss of a micro-batch is a mean over its items. The whole batch's loss is th
 ``loss × items`` over micro-batches and ranks, divided by the total number of items. The total is
 known only at the end of the gradient accumulation window, so two factors are used. The backward
 pass uses ``loss × items ÷ nominal``, where ``nominal`` is the number of items of a full window on
-one rank: that of a full micro-batch (the reference, fixed for the run) times the micro-batches. At
-the end of the window, the gradients (summed over micro-batches and averaged over *N* ranks) are
-multiplied by ``N × nominal ÷ total``.
+one rank: the items of a full micro-batch (the reference, fixed for the run) times the number of
+micro-batches. At the end of the window, the gradients (summed over micro-batches and averaged over
+*N* ranks) are multiplied by ``N × nominal ÷ total``.
 
-A factor of 1 is skipped, as in every full window of equal micro-batches. Both factors are skipped
-if the window is a single micro-batch on a single rank. The update is then bit-identical to that of
-a plain training loop.
+A factor of 1 is skipped, for example in every full window of equal micro-batches. Both factors are
+skipped if the window is a single micro-batch on a single rank. The update is then bit-identical to
+that of a plain training loop.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LossWeighting:
         self.reference = state["reference"]
 
     def refer_to(self, items: float) -> None:
-        """Set the reference to the items of rank 0's first micro-batch; collective.
+        """Set the reference to the number of items of rank 0's first micro-batch; collective.
 
         Call it before the forward pass, in which ranks that have items may run other collectives.
 
@@ -82,8 +82,8 @@ class LossWeighting:
                 which is not read back.
 
         Returns:
-            None if it is 1, and in a window without items, whose gradients are zero; a tensor of
-            shape () for a tensor.
+            The factor, a tensor of shape () if `total` is one; None if it is 1, or if the window
+            has no items, since its gradients are zero.
         """
         if self.micro_batches * self.world_size == 1:
             return None
@@ -104,7 +104,7 @@ def scale_(gradients: Iterable[Tensor | None], factor: float | Tensor) -> None:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Return the loss that `training_step` returned, checked, as a tensor of shape ().
+    """Check the loss that `training_step` returned, and return it as a tensor of shape ().
 
     Raises:
         TypeError: The output is neither a tensor nor a dict with a tensor under ``"loss"``.

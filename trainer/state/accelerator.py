@@ -43,7 +43,7 @@ class AcceleratorState(PartialState):
         deepspeed_plugin: The settings of DeepSpeed, or several by name; the first is in use.
         fsdp_plugin: The settings of the FSDP engine.
         torch_tp_plugin: The settings of tensor parallelism.
-        megatron_lm_plugin: How a model of megatron-core is divided over the processes.
+        megatron_lm_plugin: The division of a megatron-core model over the processes.
         parallelism_config: The sizes of the device mesh over which models are sharded and split.
         _from_accelerator: Whether the caller is the `Accelerator`.
         **kwargs: See `PartialState`.
@@ -117,7 +117,7 @@ class AcceleratorState(PartialState):
         PartialState(cpu, **kwargs)
         plugins["dynamo_plugin"] = dynamo_plugin or TorchDynamoPlugin()  # reads the environment
         self.__dict__.update(plugins, _mixed_precision=mixed_precision)
-        if self.is_fsdp2:  # `PartialState` keeps the kind of device
+        if self.is_fsdp2:  # `PartialState` has the kind of device
             self.__dict__["distributed_type"] = DistributedType.FSDP
         if self.deepspeed_plugins:
             self.__dict__["distributed_type"] = DistributedType.DEEPSPEED
@@ -125,7 +125,7 @@ class AcceleratorState(PartialState):
             self.__dict__["distributed_type"] = DistributedType.MEGATRON_LM
         for plugin in (self.deepspeed_plugins or {}).values():
             plugin.set_mixed_precision(mixed_precision)
-        # Scripts and runs fill in values afterwards, which a later instance is not given.
+        # Scripts and runs fill in values afterwards, which are not passed to later instances.
         self.__dict__["_deepspeed_plugins_at_first"] = copy.deepcopy(self.deepspeed_plugins)
         if self.deepspeed_plugins:
             self.select_deepspeed_plugin(next(iter(self.deepspeed_plugins)))
@@ -176,7 +176,7 @@ class AcceleratorState(PartialState):
         """Return one of several plugins, by its name in `deepspeed_plugins`.
 
         Raises:
-            ValueError: There is none of that name.
+            ValueError: There is no plugin of that name.
         """
         plugins = self.deepspeed_plugins or {}
         check_choice("The name of a DeepSpeedPlugin", name, plugins)
@@ -199,7 +199,7 @@ class AcceleratorState(PartialState):
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:
-        """Make this the process's shared state while a `Trainer` runs, for code in its hooks."""
+        """Make this the shared state while a `Trainer` runs, for code in its hooks."""
         before, state = AcceleratorState._shared_state, self.__dict__
         AcceleratorState._shared_state, state["_runs"] = state, True
         try:
@@ -216,9 +216,9 @@ class AcceleratorState(PartialState):
         The `Trainer` keeps its own state.
 
         Args:
-            precision: The precision requested for the next instance; None if any will do.
-            shares: Whether the next instance may share the state of a running `Trainer`, in a hook
-                of it.
+            precision: The precision requested for the next instance; None if any is acceptable.
+            shares: Whether the next instance may share the state of a running `Trainer`, inside one
+                of its hooks.
 
         Returns:
             The state that was shared until now.

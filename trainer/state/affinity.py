@@ -16,10 +16,10 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def near_cores(index: int) -> set[int]:
-    """Return the cores near a CUDA or ROCm device, of those that this process may use.
+    """Return the cores near a CUDA or ROCm device that this process may use.
 
-    The kernel lists them by the device's place on the PCI bus, so no library of the vendor is
-    needed. The set is empty if it lists none.
+    The kernel lists them by the device's PCI address, so no vendor library is needed. The set is
+    empty if the kernel lists none.
     """
     device: Any = torch.cuda.get_device_properties(index)  # without stubs of these attributes
     pci_address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
@@ -31,7 +31,7 @@ def near_cores(index: int) -> set[int]:
 
 
 def parse_cores(text: str) -> set[int]:
-    """Return the numbers in a list of the kernel, such as ``0-3,8``."""
+    """Return the numbers in a list in the kernel's format, such as ``0-3,8``."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

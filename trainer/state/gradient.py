@@ -130,8 +130,8 @@ class GradientState(Shared):
         All processes that have a batch give the same answer. Inside `join_uneven_inputs`, processes
         have different numbers of batches, so the end of a process's own data must not count: its
         window would end before those of the others. There, only a batch of the last global batch
-        counts, and only if the loader is sharded over all processes. If each process reads a loader
-        of its own, it cannot know when the others end.
+        counts, and only if the loader is sharded over all processes. If each process reads a
+        separate loader, it cannot know when the others end.
         """
         loader = self.active_dataloader
         if loader is None or not self.sync_with_dataloader:
@@ -156,7 +156,7 @@ class GradientState(Shared):
         self._kept_end = None
 
     def _keep_end(self, loader: Any) -> None:
-        """Keep the last batch's size if the loop is left there, as by ``next(iter(loader))``."""
+        """Keep the last batch's size if the loop is left at it, as by ``next(iter(loader))``."""
         innermost = self.active_dataloader is loader
         if innermost and loader.end_of_dataloader:
             self._kept_end = loader.remainder, loader.total_batch_size
@@ -201,7 +201,7 @@ class GradientState(Shared):
 
     @contextmanager
     def _before_gathering(self, function: Callable[[], object]) -> Iterator[None]:
-        """Call the function once: before `gather_for_metrics` if that is called, else on exit."""
+        """Call the function once: before the first `gather_for_metrics`, else on exit."""
         self._before_gather = function
         try:
             yield

@@ -24,9 +24,9 @@ from trainer.state.network import choose_interface
 
 logger = module_logger(__name__)
 
-_groups = itertools.count()  # a new file for each group: the old one has stale addresses
+_groups = itertools.count()  # for a new file per group, since an old one has stale addresses
 
-# What asks for XLA devices, or configures them.
+# Variables that request XLA devices, or configure them.
 XLA_VARIABLES = ("PJRT_DEVICE", "TPU_NAME", "XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
@@ -55,12 +55,13 @@ def default_device() -> torch.device:
 
 
 def check_not_xla() -> None:
-    """Raise if the environment asks for XLA devices (TPUs), where this process would use others.
+    """Raise if the environment requests XLA devices (TPUs) but this process would use others.
 
-    ``PJRT_DEVICE`` may name the kind of device that the process uses anyway, such as the CPU.
+    It is no error if ``PJRT_DEVICE`` names the device type that the process uses anyway.
 
     Raises:
-        NotImplementedError: It does, or asks torch_xla to change the dtype of all tensors.
+        NotImplementedError: The environment does, or configures torch_xla to change the dtype of
+            all tensors.
     """
     if xla.is_available():
         for name in XLA_VARIABLES[2:]:
@@ -92,7 +93,7 @@ def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
     Raises:
         ValueError: There are more processes than devices, MPS is named for several processes, or
             see `xla.start`.
-        RuntimeError: ``ACCELERATE_TORCH_DEVICE`` names no device of torch.
+        RuntimeError: ``ACCELERATE_TORCH_DEVICE`` is not a torch device.
         NotImplementedError: See `check_not_xla`.
     """
     if not cpu:
@@ -139,7 +140,7 @@ def _named_device(named: str, launch: environment.Launch) -> torch.device:
 
 
 def detect_launch(*, cpu: bool) -> environment.Launch:
-    """Return the launch of this process, also that of ``torch_xla.launch`` unless `cpu`.
+    """Return the launch of this process; ``torch_xla.launch`` is detected unless `cpu`.
 
     Raises:
         ValueError: See `environment.detect_launch`.
@@ -191,8 +192,8 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
     chosen = {name: value for name, value in kwargs.items() if value is not None}
     backend = chosen.pop("backend", None)
     if backend in (None, "xla") or (backend == "nccl" and device.type != "cuda"):
-        # "nccl" is the default of the documented API, so scripts pass it on any device. "xla" sends
-        # nothing from the host; see `trainer.distributed.transport.all_reduce`.
+        # "nccl" is the default of the documented API, so scripts pass it on any device. "xla"
+        # cannot send host tensors; see `trainer.distributed.transport.all_reduce`.
         backend = _BACKENDS.get(device.type, "gloo")
     for part in str(backend).split(","):  # such as cpu:gloo,cuda:nccl
         name = part.rpartition(":")[2]
@@ -218,8 +219,8 @@ def _rendezvous(launch: environment.Launch, timeout: timedelta | None) -> dict[s
 
     When torchrun restarts the processes, they get the same store from its agent. That store still
     has the addresses of the previous attempt, and the new processes would wait for those. So each
-    attempt gets a key prefix of its own. With agents on several machines this is not done, because
-    their restart counts may differ.
+    attempt gets its own key prefix. With agents on several machines this is not done, because their
+    restart counts may differ.
 
     Raises:
         ValueError: ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.

@@ -56,8 +56,8 @@ class PartialState(Shared):
         ValueError: The launcher's variables contradict each other; there are more processes than
             devices on this machine, or more XLA devices than one for each of several processes; or
             `cpu` is requested after an accelerator was chosen.
-        NotImplementedError: The environment asks for XLA devices, such as by ``PJRT_DEVICE``, and
-            torch_xla is not installed.
+        NotImplementedError: The environment asks for XLA devices, for example by ``PJRT_DEVICE``,
+            and torch_xla is not installed.
         AttributeError: An attribute is assigned to, or is read after ``_reset_state``.
     """
 
@@ -251,10 +251,10 @@ class PartialState(Shared):
     def _on_rank(
         self, name: str, function: Callable[..., Any] | None, index: int | None
     ) -> Callable[..., Any]:
-        """Decorator: the function runs only where the attribute `name` is `index`.
+        """Decorator: the function runs only on processes whose attribute `name` equals `index`.
 
-        A rank that does not exist is refused, because the function would silently never run. With
-        one process any rank is accepted, so that a script can be tried without a launcher.
+        A rank that does not exist raises an error, because the function would silently never run.
+        With one process any rank is accepted, so that a script can be tried without a launcher.
         """
         method = f"on_{name.removesuffix('_index')}"
         self._require(method)
@@ -316,8 +316,8 @@ class PartialState(Shared):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Call ``print`` on the local main process of each machine only.
 
-        Characters that the output's encoding cannot represent are printed as escapes, because an
-        unusual folder name, for example, must not stop a run.
+        Characters that the output's encoding cannot represent are printed as escapes, so that an
+        unusual folder name, for example, does not stop a run.
         """
         if self.is_local_main_process:
             file = kwargs.get("file") or sys.stdout

@@ -24,11 +24,11 @@ class Averages:
     because a small step would be rounded away in 16 bits.
 
     Args:
-        use_buffers: Average floating-point buffers that are part of the ``state_dict`` too, such as
-            the statistics of batch normalisation. ``"copy"`` keeps their values at the latest
+        use_buffers: Average floating-point buffers that are part of the ``state_dict`` too, for
+            example batch normalisation statistics. ``"copy"`` keeps their values at the latest
             update.
-        device: Where the averages are kept; None keeps each on the device of its weight. Averages
-            of sharded weights are always on the device of the weights.
+        device: The device of the averages; None keeps each on the device of its weight. Averages of
+            sharded weights are always on the device of the weights.
 
     Attributes:
         values: The averages by name. Between `swap_in` and `swap_out`, an entry with the weight's
@@ -54,7 +54,8 @@ class Averages:
 
         Args:
             module: The module.
-            weight: A number, or a function that changes the averages, a list, by the values.
+            weight: A number, or a function that is passed a list of averages and a list of values,
+                and updates the averages in place.
         """
         named = self._matched(self._averaged(module))
         names = [name for name in named if name in self.values]

@@ -63,7 +63,7 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: A module, or an iterable of modules, nested to any depth.
-            train_bn: Leave out batch normalisation, which continues to train.
+            train_bn: Do not freeze batch normalisation, which continues to train.
         """
         for module in _all_modules(modules):
             if not (train_bn and isinstance(module, _BatchNorm)):
@@ -101,7 +101,7 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: A module, or an iterable of modules, nested to any depth.
-            optimizer: As given to :meth:`finetune_function`.
+            optimizer: The argument of :meth:`finetune_function`.
             lr: The group's learning rate.
             initial_denom_lr: Without `lr`, the first group's learning rate is divided by this.
             train_bn: False leaves batch normalisation frozen.

@@ -103,13 +103,13 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Before the model is prepared; ``stage`` is fit, validate, test or predict."""
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """After everything else, also after an error; release what ``setup`` acquired."""
+        """After everything else, even after an error; release what ``setup`` acquired."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """After a checkpoint was loaded, before the sanity check."""
@@ -132,11 +132,11 @@ class Callback:
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before the first batch of an epoch.
 
-        It is not called again when a run resumes inside the epoch: the checkpoint restores its
+        It is not called again when a run resumes inside the epoch. The checkpoint restores its
         changes to weights, buffers, optimizers, the number of micro-batches per update, and
         attributes of the module and its submodules that are numbers, strings, small tensors, or
-        short lists or dicts. Return the callback's own state from its ``state_dict``. Put what must
-        run at each start of the program into ``on_train_start``.
+        short lists or dicts. Return the callback's own state from its ``state_dict``. Code that
+        must run at each start of the program belongs in ``on_train_start``.
 
         With several processes, add, freeze and unfreeze parameters only here or before training, so
         that all processes all-reduce the same gradients.
@@ -194,8 +194,8 @@ class Callback:
     def monitor_due(self, trainer: Trainer) -> bool:
         """Return whether ``on_boundary`` will use ``self.monitor`` now; the same on all ranks.
 
-        If so, the values of this update are reduced first, even if ``log_every`` does not make them
-        due. It is called only on callbacks with a ``monitor``, the name of a metric.
+        If so, the values of this update are reduced first, even if they are not due by
+        ``log_every``. It is called only on callbacks with a ``monitor``, the name of a metric.
         """
         return False
 
@@ -330,4 +330,4 @@ class Callback:
     def on_load_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Restore what ``on_save_checkpoint`` added."""
+        """Restore the values that ``on_save_checkpoint`` added."""

@@ -11,7 +11,7 @@ import torch
 class _Peak(NamedTuple):
     """A device's dense peaks in TFLOP/s.
 
-    Data sheets often quote twice as much, for matrices with half their entries zero (sparsity);
+    Data sheets often quote twice as much, for sparse matrices (half of their entries are zero);
     such numbers are halved here.
 
     Attributes:
@@ -19,7 +19,7 @@ class _Peak(NamedTuple):
         fp32: Products in full float32.
         tf32: Products of float32 rounded to TF32 by matrix units; None for devices without TF32.
         half: Products in bf16 and fp16, accumulated in float32.
-        source: Where the numbers come from.
+        source: The data sheet.
     """
 
     name: str
@@ -33,7 +33,7 @@ class _Peak(NamedTuple):
 # or fewer units have other peaks and are not matched (H800, H20, A10G, laptop GPUs).
 _PEAKS = (
     _Peak(r"\bGB200\b", 80.0, 1250.0, 2500.0, "NVIDIA Blackwell data sheet, GB200 NVL72, per GPU"),
-    # The sheet's 2.2 sparse PFLOPS for TF32 are rounded: they are half of the 4.5 for fp16.
+    # The sheet's 2.2 sparse PFLOPS for TF32 is rounded; half of the 4.5 for fp16 is exact.
     _Peak(r"\bB200\b", 75.0, 1125.0, 2250.0, "NVIDIA Blackwell data sheet, HGX B200, per GPU"),
     _Peak(r"\bGH200\b", 67.0, 494.5, 989.5, "NVIDIA GH200 Grace Hopper Superchip data sheet"),
     _Peak(r"\bH200$", 67.0, 494.5, 989.5, "NVIDIA H200 data sheet, SXM"),
@@ -55,7 +55,8 @@ _PEAKS = (
     _Peak(r"\bRTX 4090$", 82.6, 82.6, 165.2, "NVIDIA Ada white paper, appendix A"),
     _Peak(r"\bRTX 3090$", 35.6, 35.6, 71.0, "NVIDIA Ampere GA102 white paper, appendix A"),
     _Peak(r"\bMI3(00|25)X\b", 163.4, 653.7, 1307.4, "AMD Instinct MI300X and MI325X data sheets"),
-    # Half a module, which torch shows as two devices. Its matrix units use full float32, no TF32.
+    # One half of a module, since torch shows two devices. Its matrix units use full float32, not
+    # TF32.
     _Peak(r"\bMI250X$", 47.85, None, 191.5, "AMD Instinct MI200 series data sheet, halved"),
 )
 _SLICE = r"MIG|-\d+[A-Z]$"  # a MIG partition or a vGPU: only a part of the device

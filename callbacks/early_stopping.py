@@ -132,7 +132,7 @@ class EarlyStopping(MonitorCallback):
             return f"{name} = {value:.4g} is worse than the divergence threshold {limit:.4g}"
         if self.wait_count >= max(self.patience, 1):
             count = "1 value" if self.wait_count == 1 else f"{self.wait_count} values"
-            # With the direction: under the wrong mode a run that improves stops here.
+            # The message has the direction, which reveals a wrong mode if the metric improves.
             progress = "fallen below" if self.mode == "min" else "risen above"
             return (
                 f"{name} has not {progress} its best value, {best:.4g}, for {count} "

@@ -42,7 +42,7 @@ def end_lines(trainer: Trainer) -> str:
         f"{progress.seconds:.1f} s"
     ]
     lines += [f"  best  {line}" for line in _best(trainer)]
-    # Lightning's callback has strings, of links to the checkpoints.
+    # Lightning's callback has strings, which are links to the checkpoints.
     saved = (Path(saver.last_model_path) for saver in _savers(trainer) if saver.last_model_path)
     newest = max(saved, key=lambda path: path.resolve().name, default=None)
     if newest is not None:
@@ -55,9 +55,9 @@ def end_lines(trainer: Trainer) -> str:
 def _continuation(trainer: Trainer, newest: Path) -> str:
     if trainer.should_stop:  # by a callback: under "auto" the run stays stopped
         return f"ckpt_path={short_path(newest)!r}"
-    if newest.is_symlink():  # by Lightning's Trainer, which has no project_dir
+    if newest.is_symlink():  # by Lightning's Trainer, without project_dir
         return f"ckpt_path={short_path(newest)!r} and a larger max_epochs"
-    # The folder is named, since a Trainer without project_dir makes another one at each start.
+    # The command includes the folder, since a Trainer without project_dir creates a new one.
     folder = short_path(trainer.project_dir)
     return f"ckpt_path='auto' with project_dir={folder!r} and a larger max_epochs"
 

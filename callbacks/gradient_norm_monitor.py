@@ -36,7 +36,7 @@ class GradientNormMonitor(Callback):
     Args:
         per: Also log the norm of the parameters below each ``"module"``, of each ``"parameter"``,
             of each ``"optimizer"``, or of each ``"group"`` of the optimizers (its ``"name"``, or
-            ``pg1``, ``pg2``, … as `LearningRateMonitor` calls them; with several optimizers
+            ``pg1``, ``pg2``, … as in `LearningRateMonitor`; with several optimizers
             ``<optimizer>/pg1``, …).
         depth: The number of path components in a module's name: 1 for ``"net"``, 2 for ``"net.0"``.
             Parameters directly in the root module have their own names.
@@ -119,7 +119,7 @@ def _norms(
         gradient = gradient_of(parameter)
         if gradient is None:
             continue
-        if gradient is not parameter.grad:  # gathered for this call: do not keep all of them
+        if gradient is not parameter.grad:  # gathered for this call: free each in turn
             norms[id(parameter)] = torch.linalg.vector_norm(gradient, order)
             continue
         mesh = getattr(gradient, "device_mesh", None)  # of a sharded gradient

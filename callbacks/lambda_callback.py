@@ -35,7 +35,7 @@ class LambdaCallback(Callback):
         **hooks: A function for each hook, by the hook's name.
 
     Raises:
-        ValueError: There is no hook of that name.
+        ValueError: There is no hook of this name.
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:

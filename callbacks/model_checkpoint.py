@@ -29,12 +29,12 @@ logger = module_logger(__name__)
 _Decisions = tuple[dict[str, float], list[str], list[str]]
 
 
-_NAME = re.compile(r"step-[0-9]{8,}")  # what `_name_at` returns
+_NAME = re.compile(r"step-[0-9]{8,}")  # the result of `_name_at`
 _WITH_SECRET = re.compile(r"://[^/]*:[^/]*@|[?&][^/]*=")  # user:password@, or a query
 
 
 def short_path(path: Path) -> str:
-    """Return a path as it is shortest, from the working directory or from the root."""
+    """Return a path in its shortest form, relative to the working directory or absolute."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -66,9 +66,9 @@ class ModelCheckpoint(Callback):
 
     It decides in ``on_boundary``; the Trainer writes. A checkpoint is ranked if the metric is
     finite and was reduced at the same update (make ``every`` a multiple of ``val_every``).
-    Otherwise it only counts among the newest. Of two with equal values, the earlier one is kept.
-    Checkpoints that are no longer kept are removed after the new one is committed. The final update
-    is saved by the same rules even if no save is due.
+    Otherwise it only counts among the newest. Of two checkpoints with equal values, the earlier one
+    is kept. Checkpoints that are no longer kept are removed after the new one is committed. The
+    final update is saved by the same rules even if no save is due.
 
     Example::
 
@@ -86,7 +86,7 @@ class ModelCheckpoint(Callback):
         save_last: Save whenever due, whatever the rank, and keep this many newest checkpoints; True
             is 1.
         on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked. The resumed
-            run ranks this update, and removes the checkpoint if it is not among those to keep.
+            run ranks this update, and removes the checkpoint if it is not to be kept.
         on_exception: Save the weights of a process that fails, for inspection, as
             ``exception-<step>-rank-<rank>``. No run can resume from them.
         save_weights_only: Save only weights, from which no run can resume. ``ckpt_path="auto"`` and
@@ -102,9 +102,9 @@ class ModelCheckpoint(Callback):
             are uploaded in the background, and removed from the URL when the local copy is removed.
             On a new machine, ``ckpt_path="auto"`` fetches them. Credentials come from the
             environment or the service's configuration files.
-        log_model: Record the best checkpoint as a model in all trackers that take one, when the
-            training ends (`GeneralTracker.log_model`). An upload that takes longer than the
-            trackers' 30 seconds at the end of the run is abandoned.
+        log_model: When training ends, record the best checkpoint as a model in all trackers that
+            support it (`GeneralTracker.log_model`). An upload that takes longer than the trackers'
+            30 seconds at the end of the run is abandoned.
 
     Attributes:
         directory: The folder in use, None before ``fit``.
@@ -194,7 +194,7 @@ class ModelCheckpoint(Callback):
         self._newest: list[str] = []  # oldest first
         self._displaced: list[str] = []  # to remove; perhaps still on disk
         self._before: _Decisions | None = None  # to undo, until the latest save has succeeded
-        self._saving: Path | None = None  # the path of that save
+        self._saving: Path | None = None  # the path of the latest save
         self._failed = False  # whether the latest save is known to have failed
         self._handled: Progress | None = None  # at the last boundary
         self._restored = False
@@ -207,7 +207,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def mode(self) -> Mode:
-        """Whether its smallest (``min``) or largest (``max``) value is best."""
+        """Whether the metric's smallest (``min``) or largest (``max``) value is best."""
         return self._monitor.mode
 
     @property
@@ -305,7 +305,7 @@ class ModelCheckpoint(Callback):
         else:
             current = _name_at(trainer.global_step)
             if current not in self._newest and current not in self._scores:
-                # Saved when a signal ended the run, only for this start.
+                # Saved when a signal ended the run, and only needed for this start.
                 self._displaced = sorted({*self._displaced, current})
             self._forget_missing(trainer)
             # The earlier run may have been killed between a commit and the removal of old
@@ -330,7 +330,7 @@ class ModelCheckpoint(Callback):
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Save if due."""
         before, self._handled = self._handled or Progress(), trainer.progress
-        if not self._ranks_by_step:  # also if no save is due, to find a wrong name early
+        if not self._ranks_by_step:  # even if no save is due, so that a wrong name is found early
             self._monitor.read(trainer)
         if self.every.due(before, self._handled):
             self._save(trainer, self._score(trainer))
@@ -348,7 +348,8 @@ class ModelCheckpoint(Callback):
         )
         if path is not None:
             with suppress(OSError):  # Ctrl-C may also have ended the reader of the output
-                # The folder is named, since a Trainer without project_dir makes another one.
+                # The message includes the folder, since a Trainer without project_dir creates a new
+                # one.
                 trainer.accelerator.print(
                     f"Saved to {path}; ckpt_path='auto' with project_dir="
                     f"{short_path(trainer.project_dir)!r} resumes from there."
@@ -394,7 +395,7 @@ class ModelCheckpoint(Callback):
         return self.directory / name
 
     def _rank(self, scores: dict[str, float]) -> dict[str, float]:
-        """Return the scores sorted best first; of equal ones the older first, as it is on disk."""
+        """Return the scores sorted best first; of equal scores the older (on disk) first."""
         by_age = sorted(scores.items())
         falling = self.monitor is None or self.mode == "max"
         return dict(sorted(by_age, key=lambda entry: entry[1], reverse=falling))
@@ -455,10 +456,10 @@ class ModelCheckpoint(Callback):
             self._displaced = []
 
     def _forget_missing(self, trainer: Trainer) -> None:
-        """Drop names of checkpoints that do not exist, as when a run resumes in another folder.
+        """Drop names of checkpoints that do not exist, e.g. if a run resumes in another folder.
 
-        A checkpoint is missing if it does not exist for any writer rank, so that all ranks decide
-        the same. Other ranks do not check, because they may have other working directories.
+        A checkpoint counts as missing if no writer rank has it, so that all ranks decide the same.
+        Other ranks do not check, because they may have other working directories.
         """
         looks = trainer.keeps_checkpoints
         names = sorted({*self._scores, *self._newest, *self._displaced})

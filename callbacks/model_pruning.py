@@ -58,7 +58,7 @@ class ModelPruning(Callback):
         resample_parameters: Draw new random values instead, each time.
         pruning_dim: The dimension of structured methods.
         pruning_norm: The norm of ``"ln_structured"``.
-        verbose: 1 logs how much is pruned, 2 for each parameter too.
+        verbose: 1 logs the amount that is pruned, 2 also for each parameter.
         prune_on_train_epoch_end: False prunes after the validation instead.
 
     Raises:
@@ -132,7 +132,7 @@ class ModelPruning(Callback):
             for part in module.modules()
             if part is not module and not isinstance(part, _CONTAINERS)
             if isinstance(getattr(part, name, None), nn.Parameter)
-            or hasattr(part, f"{name}_mask")  # of an earlier run
+            or hasattr(part, f"{name}_mask")  # masks of an earlier run
         ]
         submodules = set(module.modules())
         for part, name in parameters:
@@ -195,7 +195,7 @@ class ModelPruning(Callback):
         self.apply_pruning(amount)
         if _at(self._lottery, epoch):
             self.apply_lottery_ticket_hypothesis()
-        for part, name in self._parameters_to_prune:  # processes may draw differently: rank 0's
+        for part, name in self._parameters_to_prune:  # random masks may differ; use rank 0's
             for tensor in (getattr(part, f"{name}_mask"), getattr(part, f"{name}_orig").data):
                 mine = tensor if accelerator.is_main_process else torch.zeros_like(tensor)
                 tensor.copy_(accelerator.reduce(mine))

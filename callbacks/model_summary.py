@@ -64,7 +64,7 @@ def _table(rows: list[Row]) -> list[str]:
     """Return lines with aligned columns; numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = "<<><>"
-    columns = list(zip(signs, widths, strict=False))  # without FLOPs one sign is left over
+    columns = list(zip(signs, widths, strict=False))  # without FLOPs the last sign is unused
     lines = [
         "  ".join(f"{cell:{sign}{width}}" for cell, (sign, width) in zip(row, columns, strict=True))
         for row in rows
@@ -125,11 +125,11 @@ class ModelSummary(Callback):
         flops: Count the FLOPs of the first batch's forward pass, up to its first backward, in total
             and by module, and print the table after this batch. Nothing runs twice and no result
             changes, but this batch runs without ``torch.compile``. Each process counts its own
-            batch; the main process prints. Custom kernels are not counted, but listed. An operation
-            outside any module's call is only in the total.
+            batch; the main process prints. Custom kernels are listed, but not counted. An operation
+            outside any module's call counts only in the total.
 
     Attributes:
-        flops: The counts, a :class:`callbacks.flops.Flops`; None before.
+        flops: The counts, a :class:`callbacks.flops.Flops`; None before that.
 
     Raises:
         ValueError: If ``max_depth`` is less than -1.

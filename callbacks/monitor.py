@@ -113,7 +113,7 @@ class Monitor:
 
 
 class MonitorCallback(Callback):
-    """A callback that checks each new value of a metric; its results are its state."""
+    """A callback that checks each new value of a metric, with its results as state."""
 
     _monitor: Monitor
     _STATE: ClassVar[tuple[str, ...]]  # attributes that a checkpoint stores
@@ -125,11 +125,11 @@ class MonitorCallback(Callback):
 
     @property
     def mode(self) -> Mode:
-        """Whether its smallest (``min``) or largest (``max``) value is best."""
+        """Whether the metric's smallest (``min``) or largest (``max``) value is best."""
         return self._monitor.mode
 
     def _begin(self) -> None:
-        """Set the state to that before the first value."""
+        """Reset the state to its value before the first metric."""
         raise NotImplementedError
 
     @property

@@ -55,7 +55,7 @@ class OnExceptionCheckpoint(Callback):
 
 
 def save_weights_at(exception: BaseException, trainer: Trainer, folder: Path) -> Path | None:
-    """Save this process's weights, and return where.
+    """Save this process's weights, and return their path.
 
     Nothing is saved after an interrupt, so that the process ends at once.
     """

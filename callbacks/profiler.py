@@ -82,7 +82,7 @@ class Profiler(Callback):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        self._prefix, self._exports = "", True  # what a subclass may change: names, traces
+        self._prefix, self._exports = "", True  # settings for subclasses: names, traces
         self._grouped = record_shapes
         self._table: dict[str, Any] = {}
         self._profile: profile | None = None  # only while it warms up or records
@@ -128,7 +128,7 @@ class Profiler(Callback):
         if position == self.wait and cycle < self.repeat:
             self._profile = profile(
                 schedule=schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1),
-                acc_events=True,  # of the one cycle; else torch 2.11 warns that it forgets them
+                acc_events=True,  # otherwise torch 2.11 warns that events are discarded
                 **self._options,  # type: ignore[arg-type]  # all of them are bool
             )
             self._profile.start()

@@ -24,7 +24,7 @@ logger = module_logger(__name__)
 
 
 class _FittingBar:
-    """Makes a bar of tqdm fit its line: what goes first is the bar, then the times."""
+    """Makes a tqdm bar fit its line by dropping first the bar, then the times."""
 
     _SHORTER = (
         "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
@@ -36,7 +36,7 @@ class _FittingBar:
     def format_meter(
         cls, n: float, total: float | None, elapsed: float, ncols: int | None = None, **options: Any
     ) -> str:
-        """Return the text of a bar for a line of so many columns."""
+        """Return the text of a bar for a line of `ncols` columns."""
         from tqdm import tqdm
 
         meter: Any = tqdm.format_meter  # its total may be None
@@ -50,7 +50,7 @@ class _FittingBar:
 
 
 class View(Protocol):
-    """One bar on the screen; :class:`ProgressBar` decides what it shows, and when."""
+    """One bar on the screen; :class:`ProgressBar` decides its content and when to update it."""
 
     def show(self, done: int, text: str) -> None:
         """Show how many batches are done, and the metrics."""
@@ -89,7 +89,7 @@ class CellOutput:
 
 
 def _choose_tqdm(*, notebook: bool) -> tuple[type[tqdm[Any]], dict[str, Any]]:
-    """Return the class of the bar that can be shown here, and its own arguments.
+    """Return the bar class to use here, and arguments specific to it.
 
     ``tqdm.auto`` makes the same choice, with warnings in a notebook.
     """
@@ -132,8 +132,8 @@ class _CellView(_TqdmView):
     """A tqdm bar in a notebook: a widget if ipywidgets is installed, else text.
 
     A finished bar becomes text, because a widget lives in the kernel: a notebook that is reopened
-    or shown elsewhere has an error in its place. The cell's standard error is not used, because it
-    would get a new line whenever two bars alternate.
+    or shown elsewhere has an error in its place. The cell's standard error is not used, because two
+    alternating bars would add a new line at each change.
     """
 
     def __init__(self, bar: tqdm[Any]) -> None:
@@ -228,9 +228,9 @@ class _Bar(_NoBar):
 class ProgressBar(Callback):
     """Show a progress bar for each epoch, with metrics, speed and remaining time.
 
-    A line before the first epoch names the model, the devices, the precision and the folder;
-    lines after the last epoch name the checkpoints and how to continue. Each validation, test and
-    prediction has its own bar. It shows what `get_metrics` returns. The bar of a finished epoch
+    A line before the first epoch names the model, the devices, the precision and the folder; lines
+    after the last epoch name the checkpoints and how to continue. Each validation, test and
+    prediction has its own bar. It shows the values of `get_metrics`. The bar of a finished epoch
     stays on the screen; the bar of a validation inside an epoch is removed. Only the main process
     shows bars. In a notebook a finished bar becomes text. If standard error is not a terminal (a
     log file, CI), each finished bar that stays is a line of plain text, and an unfinished bar

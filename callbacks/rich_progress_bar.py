@@ -47,7 +47,7 @@ class _Bars:
         for row, (name, *others) in zip(self._rows, cells, strict=True):
             endless = row.total is None
             bar = Bar(row.total, row.done, width, pulse=endless, animation_time=row.seconds)
-            moving = bar if width >= _BAR[0] else ""  # without room, the numbers alone
+            moving = bar if width >= _BAR[0] else ""  # without room, only the numbers
             metrics = row.text if beside else ""
             grid.add_row(Text(name), moving, *map(Text, others), Text(metrics))
         yield grid
@@ -65,7 +65,7 @@ class _Terminal:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._streams: list[tuple[Any, Any]] = []  # what the live display replaced, and by what
+        self._streams: list[tuple[Any, Any]] = []  # replaced by the live display: (old, new)
 
     def draw(self, rows: list[Row]) -> None:
         from rich.live import Live
@@ -106,7 +106,8 @@ def _move_handlers(old: Any, new: Any) -> None:
     loggers = [logging.root, *logging.Logger.manager.loggerDict.values()]
     handlers = {h for log in loggers if isinstance(log, logging.Logger) for h in log.handlers}
     for handler in handlers:
-        # Others look up sys.stderr at each record, as logging's own does, which dill installs.
+        # Other handlers look up sys.stderr at each record, such as logging's own, which dill
+        # installs.
         if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is old:
             handler.setStream(new)
 
@@ -180,7 +181,7 @@ class RichProgressBar(ProgressBar):
 
         if in_notebook():
             return Board(_Notebook()).open
-        if sys.stderr is None:  # as in a service, or where it was closed
+        if sys.stderr is None:  # for example in a service, or if it was closed
             return None
         console = Console(
             file=sys.stderr,

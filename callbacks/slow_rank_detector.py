@@ -104,7 +104,7 @@ class SlowRankDetector(Callback):
     Whenever an update's values are logged (``log_every``), all processes gather their mean times
     per update since the last time. ``slow_rank/data`` and ``slow_rank/forward`` are logged: the
     slowest process's time ÷ the median of the others. If a process is slow ``patience`` times in a
-    row, a warning names it, its machine and the part. With one process nothing happens. On an
+    row, a warning names it, its machine and the part. With one process it does nothing. On an
     accelerator, the times are compared one log interval later, so that nothing waits for them.
 
     Example::

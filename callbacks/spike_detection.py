@@ -42,20 +42,21 @@ class SpikeDetection(MonitorCallback):
 
     Args:
         monitor: Name of a logged metric, the training loss for example.
-        mode: ``min`` if smaller is better, so that a spike is a rise; ``max`` if it is a fall.
+        mode: ``min`` if smaller is better, so that a spike is a rise; ``max`` if larger is better,
+            so that it is a fall.
         window: The number of values over which the median is taken.
         warmup: The number of values before the first comparison.
         deviations: See above; 0 disables this bound.
         rtol: See above.
         atol: See above.
-        check_finite: Whether a NaN or infinite value is a spike, also during the warm-up; otherwise
+        check_finite: Whether a NaN or infinite value is a spike, even during the warm-up; otherwise
             it is ignored.
         action: ``log`` writes a warning, ``stop`` also ends the run.
         patience: With ``stop``, the number of spikes in a row that ends the run.
 
     Attributes:
         num_spikes: The number of spikes so far.
-        spikes_in_a_row: How many of the latest values were spikes.
+        spikes_in_a_row: The number of spikes in a row up to the latest value.
         last_spike_step: ``global_step`` when the latest spike was seen, None before the first.
         reason: A description of the latest spike.
 

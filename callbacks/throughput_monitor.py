@@ -55,8 +55,8 @@ class ThroughputMonitor(Callback):
     matrix products, convolutions and attention; a multiply-add counts as two. This micro-batch runs
     without ``torch.compile``, since operators inside a compiled graph cannot be counted. Counting
     changes no result. Recomputation for activation checkpointing is included. Custom kernels are
-    not counted: pass ``flops_per_batch`` then, from a formula such as in Chowdhery et al., "PaLM",
-    2022, appendix B. Checkpoints store the number for resumed runs.
+    not counted. In that case pass ``flops_per_batch``, computed by a formula such as that in
+    Chowdhery et al., "PaLM", 2022, appendix B. Checkpoints store the number for resumed runs.
 
     Example::
 
@@ -110,7 +110,7 @@ class ThroughputMonitor(Callback):
         return {"flops_per_batch": None if self._flops_given else self.flops_per_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counted FLOPs, unless they were given."""
+        """Restore the counted FLOPs, unless `flops_per_batch` was passed."""
         if not self._flops_given:
             self.flops_per_batch = state["flops_per_batch"]
 
@@ -213,5 +213,5 @@ def _peak_of(device: torch.device, mixed_precision: str) -> float | None:
     return peak_flops(
         torch.cuda.get_device_name(device),
         _DTYPES.get(mixed_precision, torch.float32),
-        tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",  # however it was set
+        tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",  # by any API that sets it
     )

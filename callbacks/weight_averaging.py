@@ -110,7 +110,7 @@ class WeightAveraging(Callback):
         return WeightAveraging.__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state besides the weights that the checkpoint contains."""
+        """Return the state that is stored in addition to the checkpoint's weights."""
         if self._module is None or not self.num_updates:
             return {"num_updates": 0}
         return {

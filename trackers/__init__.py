@@ -1,4 +1,4 @@
-"""Experiment trackers, which record a run's metrics. Importing this imports no tracker's SDK."""
+"""Experiment trackers, which record a run's metrics. The import loads no tracker's SDK."""
 
 from trackers.aim import AimTracker
 from trackers.background import BackgroundTracker

@@ -16,17 +16,17 @@ class AimTracker(MediaTracker):
     """A run in an Aim repository: a folder, or a server with ``repo="aim://host:port"``.
 
     ``aim up --repo <folder>`` shows the repository. A run that resumes continues the same run;
-    values that are logged again replace those of the killed run. Files are stored in the folder
-    ``artifacts`` beside the repository, unless `artifacts_uri` names another place.
+    values that are logged again replace the killed run's values. Files are stored in the folder
+    ``artifacts`` next to the repository, unless `artifacts_uri` names another place.
 
     Example::
 
         trainer = Trainer(max_epochs=10, log_with=AimTracker("digits", "runs", name="baseline"))
 
     Args:
-        run_name: the experiment, that is, the project.
+        run_name: the name of the Aim experiment, which is the project.
         logging_dir: the folder of the repository ``.aim``.
-        name: the name of the run; that of the project by default.
+        name: the name of the run; by default the project's name.
         artifacts_uri: where to store files, for example ``s3://bucket/path``.
         **kwargs: for `aim.Run`, for example `system_tracking_interval`, `log_system_params`.
 
@@ -54,7 +54,7 @@ class AimTracker(MediaTracker):
 
     @property
     def writer(self) -> Any:
-        """The `aim.Run`, under the name that accelerate's tracker has for it."""
+        """The `aim.Run`, under the name that accelerate's tracker uses."""
         return self.tracker
 
     def _begin(self, previous: str | None, step: int | None) -> Any:  # noqa: ARG002  # an interface
@@ -101,7 +101,7 @@ class AimTracker(MediaTracker):
         self._log_text(name, to_csv(columns, rows), step, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record each as an `aim.Distribution`, see `GeneralTracker.log_histogram`."""
+        """Record each value as an `aim.Distribution`, see `GeneralTracker.log_histogram`."""
         import aim
 
         for name, value in values.items():

@@ -74,10 +74,10 @@ class BackgroundTracker(GeneralTracker):
     Args:
         tracker: the tracker, not started. Use it only through this object from now on.
         capacity: the maximum number of records in the queue.
-        memory: about the maximum number of bytes of images, tables and so on in the queue; a single
-            one may be larger.
+        memory: the approximate maximum number of bytes of images, tables and so on in the queue; a
+            single one may be larger.
         finish_timeout: the maximum time that `finish` waits, in seconds.
-        first_pause: about the pause before the first retry, in seconds.
+        first_pause: the approximate pause before the first retry, in seconds.
         longest_pause: the maximum pause, in seconds; each pause is about twice the previous one.
         gathering: the maximum time, in seconds, that a record waits for others, so that the thread
             wakes up once for many records.
@@ -87,7 +87,7 @@ class BackgroundTracker(GeneralTracker):
         replay: reads records that a full queue dropped; may be set before `start`.
     """
 
-    name = "background"  # each instance takes the wrapped tracker's
+    name = "background"  # each instance takes the wrapped tracker's value
     requires_logging_directory = False
 
     def __init__(
@@ -128,7 +128,7 @@ class BackgroundTracker(GeneralTracker):
 
     @property
     def dropped(self) -> int:
-        """The number of records lost so far: in a full queue, in an outage, or after `finish`."""
+        """The number of records lost so far, to a full queue, an outage, or after `finish`."""
         return self._worker.pending.lost
 
     @property
@@ -155,7 +155,7 @@ class BackgroundTracker(GeneralTracker):
         return self._started().tracker
 
     def __getattr__(self, name: str) -> Any:
-        """Return the wrapped tracker's attribute; methods of it run on the calling thread.
+        """Return the wrapped tracker's attribute; its methods run on the calling thread.
 
         Waits as `tracker` does.
         """
@@ -200,7 +200,7 @@ class BackgroundTracker(GeneralTracker):
         self._worker.start(Call("start", self._begin, record=False), self.replay)
 
     def call_at_exit(self, end: Callable[[], object]) -> None:
-        """Call `end` when the interpreter exits, before whatever `start` has registered for that.
+        """Call `end` when the interpreter exits, before any exit hook that `start` registers.
 
         The exit hook of an SDK closes its connection, after which no record can be sent.
         """
@@ -249,7 +249,7 @@ class BackgroundTracker(GeneralTracker):
         self._relay("log_artifact", *args, **kwargs)
 
     def log_artifacts(self, local_dir: Any, artifact_path: str | None = None) -> None:
-        """As `log_artifact`, under MLflow's names; there the default is the root of the files."""
+        """Like `log_artifact`, with MLflow's names; the default is the root of the run's files."""
         self._relay("log_artifact", local_dir, artifact_path or "")
 
     def log_model(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -279,7 +279,7 @@ class BackgroundTracker(GeneralTracker):
         """Wait until all calls queued so far are made or lost; call it from another thread.
 
         Args:
-            timeout: the longest wait, in seconds.
+            timeout: the maximum wait, in seconds.
         """
         self._worker.drain(timeout)
 
@@ -315,7 +315,7 @@ class BackgroundTracker(GeneralTracker):
             )
 
     def _started(self) -> GeneralTracker:
-        """Return the wrapped tracker once it has started and made the calls queued so far."""
+        """Return the wrapped tracker after it has started and made the calls queued so far."""
         failed = self._start_error is not None and self.failures  # an outage may last: do not wait
         if self._worker.thread is not None and not failed:
             self.drain(self.finish_timeout)
@@ -339,7 +339,7 @@ class BackgroundTracker(GeneralTracker):
         tracker.finish()
 
     def _relay(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Queue a call of a method that not every tracker has."""
+        """Queue a call of a method that some trackers lack."""
         override = getattr(getattr(self.wrapped, method), "__func__", None)
         if override is not getattr(GeneralTracker, method):
             self._queue(method, *args, **kwargs)
@@ -360,7 +360,8 @@ class BackgroundTracker(GeneralTracker):
         try:
             args, kwargs = snapshot((args, kwargs), arrivals)
             size = size_of(kwargs) + sum(map(size_of, args)) if record else 0
-        # Other libraries may raise anything, which must not end the run: the call raises it.
+        # Other libraries may raise anything, which must not end the run, so the queued call raises
+        # it.
         except Exception as cause:  # noqa: BLE001
             error = ValueError(f"A value cannot be copied or rendered: {cause!r}")
             error.__cause__ = cause

@@ -26,9 +26,10 @@ class GeneralTracker:
     that it supports. Creating an instance without these attributes raises an error that shows how
     to define them.
 
-    `log_with` creates a tracker as `cls(run_name, **init_kwargs)`, or `cls(run_name, logging_dir,
-    **init_kwargs)` if it requires a directory. A constructor should only store its arguments. Open
-    files and connections in `start`, which runs on a background thread.
+    `log_with` creates a tracker as `cls(run_name, **init_kwargs)`, or
+    `cls(run_name, logging_dir, **init_kwargs)` if it requires a directory. A constructor should
+    only store its arguments. Files and connections should be opened in `start`, which runs on a
+    background thread.
 
     Example::
 
@@ -44,15 +45,15 @@ class GeneralTracker:
         trainer = Trainer(max_epochs=10, log_with="printer")
 
     Attributes:
-        name: its name in `log_with`, `init_kwargs` and `get_tracker`.
-        requires_logging_directory: whether it writes files, and so takes a directory.
-        main_process_only: whether only the main process starts a run of it.
+        name: the tracker's name in `log_with`, `init_kwargs` and `get_tracker`.
+        requires_logging_directory: whether the tracker writes files, and so takes a directory.
+        main_process_only: whether only the main process starts a run.
         requires_package: the import name of the package that it needs, or None.
-        has_projects: whether its service groups runs into projects. The first argument is then the
-            project's name, and the run's own name is passed as `name`.
+        has_projects: whether the service groups runs into projects. The first argument is then the
+            project's name, and the run's name is passed as `name`.
         status: "running" during the run. Before `finish` is called, the caller sets it to
             "finished", "failed" (an error ended the run) or "preempted" (a signal ended it, after a
-            save). `finish` closes the run at the service accordingly.
+            save). `finish` closes the service's run accordingly.
         run_id: the service's identifier of the run; `start` sets it and checkpoints store it.
         service_dir: the folder for files of the service's package, such as offline runs; the caller
             may set it before `start`. None takes the package's default.
@@ -87,10 +88,11 @@ class GeneralTracker:
         """Prepare to continue an earlier run; called before `start`.
 
         Args:
-            run_id: the `run_id` of the earlier run; None if it is not known, as in an evaluation in
-                a separate process.
+            run_id: the `run_id` of the earlier run; None if it is not known, for example in an
+                evaluation in a separate process.
             step: the update from which the run resumes. Values that a killed run logged for later
-                updates will be logged again. None if nothing is logged again, as in an evaluation.
+                updates will be logged again. None if nothing is logged again, for example in an
+                evaluation.
         """
 
     def begin_anew(self) -> None:
@@ -114,7 +116,7 @@ class GeneralTracker:
         """Record values.
 
         Args:
-            values: names and numbers or texts.
+            values: names, with numbers or texts.
             step: the number of optimizer updates so far.
             **kwargs: passed to the underlying SDK.
 
@@ -148,7 +150,7 @@ class GeneralTracker:
         """Record a table, given as columns and rows or as a data frame.
 
         Args:
-            table_name: its name.
+            table_name: the table's name.
             columns: the names of the columns; numbers from 1 by default.
             data: the rows, all of the same length.
             dataframe: a data frame of pandas or polars, instead of `columns` and `data`.
@@ -157,7 +159,7 @@ class GeneralTracker:
 
         Raises:
             NotImplementedError: this tracker does not support tables.
-            ValueError: there is neither `data` nor `dataframe`, or a row is not as long as
+            ValueError: neither `data` nor `dataframe` is given, or a row is not as long as
                 `columns`.
         """
         raise NotImplementedError(f"The tracker {self.name!r} does not support tables.")
@@ -172,7 +174,7 @@ class GeneralTracker:
 
         Raises:
             NotImplementedError: this tracker does not support histograms.
-            ValueError: there is no finite value.
+            ValueError: the values include no finite number.
         """
         raise NotImplementedError(f"The tracker {self.name!r} does not support histograms.")
 
@@ -193,7 +195,7 @@ class GeneralTracker:
         raise NotImplementedError(f"The tracker {self.name!r} does not support figures.")
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Record texts to be read, such as samples of a language model.
+        """Record texts for people to read, such as samples of a language model.
 
         Args:
             values: names and texts.
@@ -218,14 +220,15 @@ class GeneralTracker:
         Args:
             path: the file or the folder. It is read later, on the tracker's own thread, so keep it
                 for a while.
-            name: its name at the service, the same for all versions; by default the path's name.
+            name: the name used by the service, the same for all versions; by default the path's
+                name.
             kind: its type, such as "dataset".
             step: the number of optimizer updates so far.
             **kwargs: passed to the underlying SDK.
 
         Raises:
             NotImplementedError: this tracker does not support files.
-            FileNotFoundError: there is nothing at the path.
+            FileNotFoundError: the path does not exist.
         """
         raise NotImplementedError(f"The tracker {self.name!r} does not support files.")
 
@@ -240,13 +243,13 @@ class GeneralTracker:
 
         Args:
             path: the file or the folder, see `log_artifact`.
-            name: the model's name at the service, by default one for this run.
+            name: the model's name used by the service, by default one for this run.
             step: the number of optimizer updates so far.
             **kwargs: passed to the underlying SDK.
 
         Raises:
             NotImplementedError: this tracker does not support models.
-            FileNotFoundError: there is nothing at the path.
+            FileNotFoundError: the path does not exist.
         """
         raise NotImplementedError(f"The tracker {self.name!r} does not support models.")
 
@@ -255,7 +258,7 @@ class GeneralTracker:
 
 
 class ServiceTracker(GeneralTracker):
-    """A tracker of one SDK object, `_opened`, from `start` to `finish`.
+    """A tracker with one SDK object, `_opened`, from `start` to `finish`.
 
     If the program has already opened a run, the tracker logs to it, and `finish` leaves it open.
     """
@@ -296,7 +299,7 @@ def is_installed(cls: type[GeneralTracker]) -> bool:
 def check_installed(cls: type[GeneralTracker]) -> None:
     """Raise an ImportError that says what to install, if `is_installed` is False."""
     if not is_installed(cls):
-        # Each tracker of this package has an extra of its own name.
+        # Each tracker of this package has an extra of the same name.
         ours = cls.__module__.partition(".")[0] == __package__
         what = f"'cadence-trainer[{cls.name}]'" if ours else f"{cls.requires_package}"
         raise ImportError(

@@ -15,21 +15,21 @@ _PHASE = re.compile(r"(train|val|eval|test)[_/](.+)")
 
 
 def _title_and_series(name: str) -> tuple[str, str]:
-    """Return a chart and a curve: one chart for a metric in training and validation."""
+    """Return the names of chart and curve; training and validation share a metric's chart."""
     found = _PHASE.fullmatch(name)
     return (found[2], found[1]) if found else (name, "train")
 
 
 @register_tracker
 class ClearMLTracker(MediaTracker):
-    """A task at ClearML, or in a folder on disk with ``CLEARML_OFFLINE_MODE=1``.
+    """A task at ClearML or, with ``CLEARML_OFFLINE_MODE=1``, in a folder on disk.
 
     "train/loss" and "val/loss" are two curves of the chart "loss". A run that resumes continues the
     same task. Offline, each start of a run is a session with the tag "continues <id of the first>";
     ``Task.import_offline_session(folder, previous_task_id=…)`` joins them.
 
     A task that the script has open is joined, and stays open at the end. ClearML's hooks into torch
-    and the parser of arguments are disabled unless `kwargs` enable them.
+    and argparse are disabled unless `kwargs` enable them.
 
     Example::
 
@@ -37,7 +37,7 @@ class ClearMLTracker(MediaTracker):
 
     Args:
         run_name: the name of the project.
-        name: the name of the task; that of the project by default.
+        name: the name of the task; by default the project's name.
         **kwargs: for `clearml.Task.init`, for example `tags`, `output_uri`, `reuse_last_task_id`.
 
     Raises:
@@ -53,7 +53,7 @@ class ClearMLTracker(MediaTracker):
 
     @property
     def task(self) -> Any:
-        """The `clearml.Task`, under the name that accelerate's tracker has for it."""
+        """The `clearml.Task`, under the name that accelerate's tracker uses."""
         return self.tracker
 
     def _find_open(self) -> Any:
@@ -66,16 +66,17 @@ class ClearMLTracker(MediaTracker):
         from clearml.config import config_obj
 
         if config_obj.get("sdk.development.report_use_subprocess", None) is None:
-            # By default ClearML forks a process for its reports, while the training goes on in
-            # other threads, and while its own thread starts git, which then may never return.
+            # By default ClearML forks a process for its reports. A fork is unsafe while training
+            # runs in other threads, and while ClearML's own thread starts git, which may then never
+            # return.
             threads = {"sdk": {"development": {"report_use_subprocess": False}}}
             config_obj.set_overrides(threads)
-        Task.set_random_seed(None)  # it would seed NumPy and torch in the midst of the training
+        Task.set_random_seed(None)  # it would seed NumPy and torch in the middle of training
         options: dict[str, Any] = {"reuse_last_task_id": False}
         options.update(auto_connect_frameworks=False, auto_connect_arg_parser=False)
         offline = Task.is_offline()
         if previous is not None and not offline:
-            # 0: ClearML adds nothing to the steps.
+            # 0: ClearML does not offset the steps.
             options.update(reuse_last_task_id=previous, continue_last_task=0)
         task = Task.init(**{**options, **self.init_kwargs})
         if previous is not None and offline:
@@ -110,7 +111,7 @@ class ClearMLTracker(MediaTracker):
         logger.report_table(*_title_and_series(name), step, table_plot=table, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record each as bars of 64 bins, see `GeneralTracker.log_histogram`."""
+        """Record each value as a bar chart with 64 bins, see `GeneralTracker.log_histogram`."""
         import numpy as np
 
         for name, value in values.items():

@@ -13,13 +13,13 @@ _logger = module_logger("trackers")
 
 
 def git_commit(folder: str | os.PathLike[str]) -> str | None:
-    """Return the commit of the git repository that contains a folder, as git says.
+    """Return the commit of the git repository that contains a folder, as reported by git.
 
-    Call it on the thread that starts workers of data loaders: a worker that is forked while git
-    starts would hold its pipe, for which the caller waits until the worker ends.
+    Call it on the thread that starts data loader workers. A worker forked while git starts would
+    inherit git's pipe, and the caller would wait until the worker ends.
 
-    Uncommitted changes are not detected. Git leaves out a repository that belongs to another user,
-    because anybody who can write to a parent folder can put one there.
+    Uncommitted changes are not detected. Git ignores a repository that belongs to another user,
+    because anyone who can write to a parent folder can put one there.
 
     Args:
         folder: a folder in the working tree.

@@ -17,12 +17,12 @@ _QUIET = {"auto_metric_logging": False, "auto_param_logging": False, "log_graph"
 
 @register_tracker
 class CometMLTracker(MediaTracker):
-    """An experiment at Comet, or in an archive on disk with ``online=False``.
+    """An experiment at Comet or, with ``online=False``, in an archive on disk.
 
     An experiment that the script has open is joined, and stays open at the end, unless `kwargs`
     have an `experiment_key`. A run that resumes continues the same experiment. Comet itself records
-    the version of the code, the output and the machine. Its hooks into torch are disabled unless
-    `kwargs` enable them.
+    the version of the code, the output and the machine. Comet's hooks into torch are disabled
+    unless `kwargs` enable them.
 
     Example::
 
@@ -31,7 +31,7 @@ class CometMLTracker(MediaTracker):
     Args:
         run_name: the name of the project.
         **kwargs: arguments of `comet_ml.start`, for example `workspace`, `experiment_key`,
-            `online`; all others of `comet_ml.ExperimentConfig`, for example `name`, `tags`,
+            `online`; other arguments go to `comet_ml.ExperimentConfig`, for example `name`, `tags`,
             `offline_directory`.
 
     Raises:
@@ -43,7 +43,7 @@ class CometMLTracker(MediaTracker):
 
     @property
     def writer(self) -> Any:
-        """The experiment, under the name that accelerate's tracker has for it."""
+        """The experiment, under the name that accelerate's tracker uses."""
         return self.tracker
 
     def _find_open(self) -> Any:
@@ -67,8 +67,8 @@ class CometMLTracker(MediaTracker):
             options = {"experiment_key": previous, "mode": "get_or_create", **options}
         of_start = inspect.signature(comet_ml.start).parameters
         if self.service_dir is not None and "experiment_config" not in options:
-            name: Any = get_config("comet.offline_directory")  # the environment's may be absolute
-            os.makedirs(self.service_dir, exist_ok=True)  # Comet makes the last folder only
+            name: Any = get_config("comet.offline_directory")  # the variable may be absolute
+            os.makedirs(self.service_dir, exist_ok=True)  # Comet creates only the last folder
             options.setdefault("offline_directory", os.path.join(self.service_dir, name))
         direct = {name: options.pop(name) for name in list(options) if name in of_start}
         if options or "experiment_config" not in direct:
@@ -108,12 +108,12 @@ class CometMLTracker(MediaTracker):
     def _log_table(
         self, name: str, columns: list[str], rows: list[list[Any]], step: int | None, **kwargs: Any
     ) -> None:
-        # Not Comet's log_table, which would upload a file of that name in the working directory.
+        # Comet's log_table would upload a file of this name from the working directory.
         options = {"name": f"{name}.csv", "step": step, **kwargs}
         self.tracker.log_asset_data(to_csv(columns, rows), **options)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record each as a histogram over the steps, see `GeneralTracker.log_histogram`."""
+        """Record each value as a histogram over the steps, see `GeneralTracker.log_histogram`."""
         for name, value in values.items():
             numbers = finite_values(name, value)
             self.tracker.log_histogram_3d(numbers, name=name, step=step, **kwargs)
@@ -136,8 +136,8 @@ class CometMLTracker(MediaTracker):
             artifact.add(str(path))
             self.tracker.log_artifact(artifact)
             return
-        # An offline archive has no artifacts, so add the files as assets. They are copied, because
-        # they may be deleted before the archive is written.
+        # An offline archive has no artifacts, so the files are added as assets. They are copied,
+        # because they may be deleted before the archive is written.
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():
                 label = f"{name or path.name}/{file.relative_to(path)}" if file != path else name

@@ -28,16 +28,18 @@ class CSVTracker(GeneralTracker):
 
     Consecutive values of one step share a row, even from different calls. A new name adds a column:
     a new file is written and atomically replaces the old one, so that a reader always finds a
-    complete table. This file is for reading. A run resumes from the local record, `metrics.jsonl`.
+    complete table. The table is only for reading; a run resumes from the local record,
+    `metrics.jsonl`.
 
-    Several processes may add to one table, as a fit and an evaluation do. Each changes it under a
-    file lock, ``.metrics.csv.lock`` beside the table, which is removed afterwards. Without file
-    locks (on Windows, and with a warning on some network file systems), concurrent writers may lose
-    rows.
+    Several processes may add to one table, for example a fit and an evaluation. Each changes it
+    under a file lock, ``.metrics.csv.lock`` beside the table, which is removed afterwards. Without
+    file locks (on Windows, and with a warning on some network file systems), concurrent writers may
+    lose rows.
 
-    Only a run that continues another one adds to an existing table: a `Trainer` that resumes or
-    evaluates, or a run with a `purge_step`. Any other run renames the existing table first, because
-    rows of two runs could not be distinguished. It logs a warning, except for a fit of a `Trainer`.
+    An existing table is only extended by a run that continues another one: a `Trainer` that resumes
+    or evaluates, or a run with a `purge_step`. Any other run renames the existing table first,
+    because rows of two runs could not be distinguished. It logs a warning, except for a fit of a
+    `Trainer`.
 
     Example::
 
@@ -58,13 +60,13 @@ class CSVTracker(GeneralTracker):
     ) -> None:
         self.path = Path(os.path.expanduser(logging_dir)).absolute() / run_name / "metrics.csv"
         self.purge_step = purge_step
-        self._resume_step: int | None = None  # as `purge_step`, from `resume`
+        self._resume_step: int | None = None  # like `purge_step`, but from `resume`
         self._renames_existing = False
         self._extends_last_row = True  # values of the last row's step are added to that row
         self._file: io.FileIO | None = None
         self._columns = ["step"]
         self._last_row: dict[str, Any] = {}
-        self._last_offset = self._end_offset = 0  # the offsets of its beginning and end, in bytes
+        self._last_offset = self._end_offset = 0  # the byte offsets of its beginning and end
 
     @property
     def tracker(self) -> Path:
@@ -218,7 +220,7 @@ class CSVTracker(GeneralTracker):
         self._close()
         self._file = other
         self._read()
-        self._last_row = {}  # it was in the old file, even if the new one has the same length
+        self._last_row = {}  # it was in the old file, even if both files have the same length
 
 
 @contextlib.contextmanager

@@ -11,23 +11,23 @@ from trackers.media import flatten, plain, to_pil
 from trackers.registry import register_tracker
 from trackers.service import MediaTracker
 
-_SYNC = 10.0  # seconds between reports, for which DVCLive reads all its files
+_SYNC = 10.0  # seconds between reports; for each, DVCLive reads all its files
 
 
 @register_tracker
 class DVCLiveTracker(MediaTracker):
-    """The files of DVCLive, and an experiment of DVC in a repository of Git and DVC.
+    """Writes DVCLive's files, and a DVC experiment if the repository uses Git and DVC.
 
-    They are in ``dvclive`` in the folder of the run's logs, with their own ``dvc.yaml``. A run that
-    resumes continues them, without what a killed run logged after its last checkpoint. Any other
-    run of the `Trainer` replaces them, as DVCLive does.
+    The files are in ``dvclive`` in the folder of the run's logs, with their own ``dvc.yaml``. A run
+    that resumes continues them, without values that a killed run logged after its last checkpoint.
+    Any other run of the `Trainer` replaces them, like DVCLive itself.
 
     Example::
 
         trainer = Trainer(max_epochs=10, log_with=DVCLiveTracker(name="baseline", report="html"))
 
     Args:
-        run_name: has no effect: DVC names experiments itself.
+        run_name: has no effect, since DVC names experiments itself.
         live: a `dvclive.Live` of the script, which stays open at the end.
         name: the name of the experiment.
         **kwargs: for `dvclive.Live`, for example `dir`, `save_dvc_exp`, `report`.
@@ -45,12 +45,12 @@ class DVCLiveTracker(MediaTracker):
         super().__init__(run_name, exp_name=name, **kwargs)
         self._live = live
         self._resumes = False
-        self._reported = 0.0  # when
-        self._labels: dict[str, str] = {}  # of numbers and texts, by name
+        self._reported = 0.0  # time of the latest report
+        self._labels: dict[str, str] = {}  # labels of numbers and texts, by name
 
     @property
     def live(self) -> Any:
-        """The `dvclive.Live`, under the name that accelerate's tracker has for it."""
+        """The `dvclive.Live`, under the name that accelerate's tracker uses."""
         return self.tracker
 
     def resume(self, run_id: str | None, step: int | None) -> None:
@@ -83,13 +83,13 @@ class DVCLiveTracker(MediaTracker):
         self.tracker.log_params(plain(values))
 
     def _at(self, step: int | None) -> Any:
-        """Return the SDK's object at a step."""
+        """Return the SDK's object, set to a step."""
         if step is not None:
             self.tracker.step = step
         return self.tracker
 
     def _label(self, name: str) -> str:
-        """Return the name in the summary, where "loss" cannot be a number beside "loss/box"."""
+        """Return the name in the summary, where "loss" and "loss/box" cannot both be numbers."""
         label, taken = _inside(name), () if name in self._labels else flatten(self.tracker.summary)
         if any(label.startswith(f"{other}/") for other in taken):
             label = label.replace("/", ".")
@@ -143,10 +143,10 @@ def _inside(name: str) -> str:
 
 
 def _cut(folder: Path, step: int) -> None:
-    """Drop the rows of later steps from DVCLive's tables of metrics, and what a kill has torn."""
+    """Drop later steps, and lines cut off by a kill, from DVCLive's tables of metrics."""
     for file in folder.rglob("*.tsv"):
         rows = [row for row in file.read_text().splitlines(keepends=True) if row.endswith("\n")]
-        if not rows:  # to a file that exists DVCLive writes no header
+        if not rows:  # DVCLive writes no header to an existing file
             file.unlink()
             continue
         at = rows[0].split("\t").index("step")

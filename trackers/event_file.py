@@ -29,7 +29,7 @@ _VERSION = "brain.Event:2"  # since version 2, only SessionLog.START purges step
 
 
 def scalars(numbers: Mapping[str, float]) -> Summary:
-    """Return the summary of some numbers, as ``add_scalar`` makes one for each."""
+    """Return one summary of some numbers; ``add_scalar`` makes a summary for each."""
     values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
     return Summary(value=values)
 
@@ -41,12 +41,12 @@ class EventFile:
     record; passing each event to another thread and waiting for it takes five times as long as
     writing it.
 
-    If the file was deleted, moved or replaced, the next event creates a new file. It has another
-    name, because TensorBoard continues to read a file of the same name at its old position.
+    If the file was deleted, moved or replaced, the next event creates a new file. Its name is
+    different, because TensorBoard continues to read a file of the same name at the old position.
 
     Args:
-        folder: Where to make files.
-        suffix: The end of their names.
+        folder: The folder for the files.
+        suffix: The suffix of file names.
         purge_step: TensorBoard hides events of this step and later ones in earlier files.
 
     Attributes:
@@ -94,7 +94,7 @@ class EventFile:
         """Write an event.
 
         Raises:
-            OSError: The disk failed. The file does not contain a part of the event.
+            OSError: The disk failed. The file then contains no part of the event.
         """
         record = _record(event)
         with self._lock:
@@ -138,7 +138,7 @@ class _FileWriter(FileWriter):
 
 
 class Writer(SummaryWriter):
-    """A `SummaryWriter` of one `EventFile`, also after a script has closed it."""
+    """A `SummaryWriter` that keeps its one `EventFile`, even after a script has closed it."""
 
     file_writer: Any
     all_writers: Any

@@ -15,13 +15,13 @@ from trainer.strict_json import dumps, from_json
 
 _logger = module_logger("trackers")
 
-FIELDS = frozenset({"step", "epoch", "time"})  # in every record, beside its metrics
+FIELDS = frozenset({"step", "epoch", "time"})  # fields of every record, besides its metrics
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the records that `JsonlTracker` wrote.
 
-    A last line without a line break was cut off by a crash and is left out. The texts "NaN",
+    If the last line has no line break, it was cut off by a crash, and is left out. The texts "NaN",
     "Infinity" and "-Infinity" become floats.
 
     Example::
@@ -93,11 +93,11 @@ class JsonlTracker(GeneralTracker):
     """Appends `{"step", "epoch", "time", name: value, ...}` to a file, one JSON object per line.
 
     Every line is JSON that any parser reads, see `trainer.strict_json.to_json`: non-finite numbers
-    are the texts "NaN", "Infinity" and "-Infinity", tensors and arrays of one element are numbers,
-    longer ones lists. Other objects are written as their `str`, so that the record's other metrics
-    are not lost. Each record is one write system call, so a crash can cut off only the last line,
-    and `start` removes such a partial line. If the file is deleted or moved during the run, the
-    next record creates a new file, with a warning.
+    are the texts "NaN", "Infinity" and "-Infinity", one-element tensors and arrays are numbers,
+    longer ones are lists. Other objects are written as their `str`, so that the record's other
+    metrics are not lost. Each record is one write system call, so a crash can cut off only the last
+    line, and `start` removes such a partial line. If the file is deleted or moved during the run,
+    the next record creates a new file, with a warning.
 
     Example::
 
@@ -205,7 +205,7 @@ class JsonlTracker(GeneralTracker):
             source: the checkpoint that the run resumes from, for the warning.
 
         Raises:
-            ValueError: the file is shorter than that, or no record ends there.
+            ValueError: the file is shorter than the offset, or no record ends there.
         """
         size = self.offset
         if size == 0 and offset >= 0:  # there may be no file

@@ -99,7 +99,7 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in named.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    # Only the exact types, because YAML's safe dumper does not accept subclasses.
+    # Only exact types, because YAML's safe dumper does not accept subclasses.
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
@@ -135,7 +135,7 @@ def require_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a file or folder to be uploaded.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
+        FileNotFoundError: the path does not exist.
     """
     if not os.path.exists(path):
         raise FileNotFoundError(f"There is no file or folder at {path}.")
@@ -248,7 +248,7 @@ def finite_values(name: str, values: Any) -> Any:
     """Return a histogram's finite values, of shape `(N,)`; warn if non-finite ones are left out.
 
     Raises:
-        ValueError: there is no finite value.
+        ValueError: the values include no finite number.
     """
     import numpy as np
 
@@ -272,13 +272,13 @@ def table_of(
     """Return the columns and the rows of a table.
 
     Args:
-        name: its name.
+        name: the table's name.
         columns: the names of the columns; numbers from 1 by default.
         data: the rows.
         dataframe: a data frame of pandas or polars, instead of `columns` and `data`.
 
     Raises:
-        ValueError: there is neither `data` nor `dataframe`, or a row is not as long as `columns`.
+        ValueError: neither `data` nor `dataframe` is given, or a row is not as long as `columns`.
     """
     if dataframe is not None:
         columns = list(dataframe.columns)

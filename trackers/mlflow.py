@@ -19,10 +19,10 @@ from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
 
-_STATES = {"failed": "FAILED", "preempted": "KILLED"}  # all others are FINISHED
-_METRICS, _PARAMS = 1000, 100  # of one request
-_REFUSED = re.compile(r"[^\w/. -]")  # in names at MLflow
-_LENGTH = 250  # characters in a name at MLflow
+_STATES = {"failed": "FAILED", "preempted": "KILLED"}  # all other statuses are FINISHED
+_METRICS, _PARAMS = 1000, 100  # limits of one request
+_REFUSED = re.compile(r"[^\w/. -]")  # characters that MLflow rejects in names
+_LENGTH = 250  # MLflow's limit on the characters of a name
 
 
 def _name(name: str) -> str:
@@ -45,17 +45,17 @@ def _open_run() -> str | None:
 
 @register_tracker
 class MLflowTracker(MediaTracker):
-    """A run at MLflow: on its server, or in its local database.
+    """An MLflow run, on a server or in the local database.
 
-    The tracking URI is that of ``MLFLOW_TRACKING_URI`` or ``mlflow.set_tracking_uri``; without
+    The tracking URI is taken from ``MLFLOW_TRACKING_URI`` or ``mlflow.set_tracking_uri``. Without
     either, it is the SQLite database ``mlflow.db`` in the folder of the run's logs, which
     ``mlflow ui --backend-store-uri sqlite:///<path>`` shows. A run that resumes continues the same
     run, and does not log values again that MLflow already has.
 
-    A run that the script has open when this is created (``mlflow.start_run``) is joined, and stays
-    open at the end, unless the arguments name another place or run. Any other run is not the active
-    run of the script: functions such as ``mlflow.log_metric`` do not see it. Use `client` with
-    `run_id`.
+    A run that the script has open when the tracker is created (``mlflow.start_run``) is joined, and
+    stays open at the end, unless the arguments name another URI or run. Any other run is not the
+    active run of the script: functions such as ``mlflow.log_metric`` do not see it. Use `client`
+    with `run_id`.
 
     Example::
 
@@ -63,16 +63,16 @@ class MLflowTracker(MediaTracker):
         trainer = Trainer(max_epochs=10, log_with=tracker)
 
     Args:
-        experiment_name: the experiment, that is, the project; created if there is none.
+        experiment_name: the experiment, that is, the project; created if missing.
             ``MLFLOW_EXPERIMENT_NAME`` takes precedence.
-        logging_dir: the folder or URI of the files of an experiment that is created.
+        logging_dir: the folder or URI for the files of a newly created experiment.
         run_id: a run to continue. ``MLFLOW_RUN_ID`` takes precedence.
         tags: tags of the run, as a dict or as JSON. ``MLFLOW_TAGS`` takes precedence.
-        nested_run: whether the run belongs to the run that the script has open when this is
+        nested_run: whether the run belongs to the run that the script has open when the tracker is
             created. ``MLFLOW_NESTED_RUN`` takes precedence.
         run_name: the name of a new run.
         description: a text about the run.
-        tracking_uri: the server or the database, in place of the environment's.
+        tracking_uri: the server or the database, instead of the environment's.
         name: the same as `run_name`, as `log_with` passes it.
 
     Attributes:
@@ -106,9 +106,9 @@ class MLflowTracker(MediaTracker):
         self.tracking_uri = tracking_uri
         self.client: Any = None
         self._requested_run_id = environment.read("MLFLOW_RUN_ID") or run_id
-        self._created_run_id: str | None = None  # a run whose start has failed afterwards
+        self._created_run_id: str | None = None  # a run whose start failed after its creation
         self._resume_step: int | None = None  # the step from which it resumes
-        self._logged_steps: dict[str, set[int]] = {}  # later steps that MLflow has, by name
+        self._logged_steps: dict[str, set[int]] = {}  # later steps that MLflow already has, by name
         if description is not None:
             self.tags["mlflow.note.content"] = description
         nested = environment.read_flag("MLFLOW_NESTED_RUN", nested_run)
@@ -142,7 +142,7 @@ class MLflowTracker(MediaTracker):
         if mlflow.is_tracking_uri_set():
             return None
         os.makedirs(self.service_dir, exist_ok=True)
-        if self.logging_dir is None:  # MLflow's would be in the working directory
+        if self.logging_dir is None:  # MLflow's default would be in the working directory
             self.logging_dir = Path(self.service_dir, "mlartifacts").as_uri()
         return f"sqlite:///{Path(self.service_dir, 'mlflow.db')}"
 
@@ -179,7 +179,7 @@ class MLflowTracker(MediaTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as parameters, and as the file ``configuration.yaml``.
 
-        A parameter keeps its first value at MLflow, also when a run resumes with another one; the
+        In MLflow a parameter keeps its first value, even if a run resumes with another one; the
         file has the latest.
 
         Args:
@@ -247,9 +247,10 @@ class MLflowTracker(MediaTracker):
         artifact_file: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record each as an image, see `GeneralTracker.log_figure`.
+        """Record each value as an image, see `GeneralTracker.log_figure`.
 
-        Or one figure as a file, as MLflow does: ``log_figure(figure, "plots/loss.png")``.
+        With one figure and a path, save it as a file, like MLflow:
+        ``log_figure(figure, "plots/loss.png")``.
         """
         if isinstance(values, dict):
             super().log_figure(values, step, **kwargs)
@@ -281,17 +282,17 @@ class MLflowTracker(MediaTracker):
 
         Args:
             path: the file or the folder.
-            name: the folder among the run's files. By default a file goes to the root, and a folder
-                keeps its name. "" is the root.
+            name: the folder for the files within the run. By default a file goes to the root, and a
+                folder keeps its name. "" is the root.
             kind: "model" adds ``step-100`` to the folder.
-            step: see `kind`.
-            local_path: MLflow's name of `path`.
-            artifact_path: MLflow's name of `name`.
+            step: the step, used by `kind`.
+            local_path: MLflow's name for `path`.
+            artifact_path: MLflow's name for `name`.
             **kwargs: has no effect.
 
         Raises:
-            FileNotFoundError: there is nothing at the path.
-            TypeError: there is no path.
+            FileNotFoundError: the path does not exist.
+            TypeError: no path is given.
         """
         source = local_path if path is None else path
         if source is None:

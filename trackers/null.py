@@ -7,7 +7,7 @@ from trackers.base import GeneralTracker
 
 
 class NullObject:
-    """Null object in place of an SDK's object: false and empty; attributes and calls return it.
+    """Null object instead of an SDK's object: false, empty; attributes and calls return it.
 
     A script may then use a run's object on every process, as in `get_tracker("wandb",
     unwrap=True).summary["best"] = 1`. It has an effect only on processes with a run.
@@ -39,7 +39,7 @@ class NullObject:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Let errors through."""
+        """Do not suppress errors."""
 
     def __bool__(self) -> bool:
         return False

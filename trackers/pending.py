@@ -29,7 +29,7 @@ class Call(NamedTuple):
             it back from there if it is dropped.
         future: the future that the caller waits for.
         size: the approximate memory of its values in bytes; 0 for single numbers, and for calls
-            that are no records.
+            that are not records.
     """
 
     method: str
@@ -63,8 +63,8 @@ class Pending:
         capacity: the maximum number of calls. Another record drops the oldest one.
         memory: the maximum bytes of the records' values (images, tables and so on). Another such
             record drops the oldest ones that take memory.
-        gathering: how many seconds the first record waits for others. Waking the thread for each
-            record costs several times as much as the record itself, also in training time.
+        gathering: the number of seconds that the first record waits for others. Waking the thread
+            for each record takes several times as long as the record itself, and slows training.
 
     Attributes:
         can_replay: whether dropped records can be read back from the local record.
@@ -81,7 +81,7 @@ class Pending:
         self._calls: deque[Call] = deque()
         self._dropped: DroppedRange | None = None
         self._ended = False
-        self._urgent = False  # wake the thread: a call that is no record, or many records
+        self._urgent = False  # wake the thread: a non-record call, or many records
         self._changed = threading.Condition()
 
     def put(self, call: Call, *, last: bool = False) -> bool:
@@ -99,7 +99,7 @@ class Pending:
             self._size += call.size
             filling = 2 * len(self._calls) >= self.capacity
             self._urgent = self._urgent or not call.record or filling
-            if self._urgent or len(self._calls) == 1:  # otherwise it gathers, or is busy
+            if self._urgent or len(self._calls) == 1:  # otherwise the thread is gathering or busy
                 self._changed.notify()
             return True
 
@@ -185,7 +185,7 @@ class RecordReplay:
     Args:
         record: the `BackgroundTracker` of the local record, a `JsonlTracker`.
         begin: a future of the file offset, in bytes, at which this run began.
-        private: names of values logged with ``logger=False``, which trackers do not get.
+        private: names of values logged with ``logger=False``, which are not sent to trackers.
     """
 
     def __init__(self, record: BackgroundTracker, begin: Future[int], private: Set[str]) -> None:

@@ -2,8 +2,8 @@
 
 Secrets are redacted in `run.json`, the manifests of checkpoints, reports and tracker data, because
 others may read them. A value is a secret if its name suggests it, see `is_secret`. Passwords and
-tokens in URLs are redacted in every text. The constructor arguments in a manifest, from which a
-module is made again, are redacted only if their name leaves no doubt.
+tokens in URLs are redacted in every text. A manifest's constructor arguments, from which a module
+is recreated, are redacted only if their name leaves no doubt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def name_secrets(*names: str, secret: bool = True) -> None:
         name_secrets("primary_key", secret=False)
 
     Args:
-        names: Names of hyper-parameters and of keys of a configuration, in any case.
+        names: Names of hyper-parameters and configuration keys, in upper or lower case.
         secret: False marks the names as not secret, although they look like names of secrets.
     """
     _named.update((name.lower(), secret) for name in names)
@@ -63,8 +63,8 @@ def is_secret(name: str, value: Any, *, certain: bool = False) -> bool:
     Args:
         name: The name.
         value: The value.
-        certain: Only if the name leaves no doubt: not for ``key`` and ``token`` alone, nor because
-            a value looks random.
+        certain: Return True only if the name leaves no doubt, so not for ``key`` and ``token``
+            alone, nor because a value looks random.
     """
     is_text = isinstance(value, (str, bytes))
     if value is None or isinstance(value, bool) or (is_text and not value):
@@ -89,8 +89,8 @@ def is_secret(name: str, value: Any, *, certain: bool = False) -> bool:
 def redact(value: Any, name: str = "", *, certain: bool = False) -> Any:
     """Return a value with `MASK` in place of secrets; the object itself if there are none.
 
-    In lists and tuples, values of options of a command line are secrets by the option's name:
-    ``["--password", "x"]``, ``["--password=x"]``.
+    In lists and tuples of command-line arguments, an option's name decides whether its value is a
+    secret: ``["--password", "x"]``, ``["--password=x"]``.
 
     Args:
         value: Plain values in mappings, namespaces, dataclasses, lists, tuples and sets. A mapping,
@@ -119,7 +119,7 @@ def redact(value: Any, name: str = "", *, certain: bool = False) -> Any:
 
 
 def _redacted_options(parts: list[Any], certain: bool) -> list[Any]:
-    """Mask the values of a command line's options; other values stay the same objects."""
+    """Mask secret values of command-line options; other values stay the same objects."""
     masked, option = [], ""
     for part in parts:
         match = _OPTION.fullmatch(part) if isinstance(part, str) else None
@@ -154,10 +154,10 @@ def is_redacted(value: Any) -> bool:
 
 
 def redacted_paths(value: Any, path: str) -> Iterator[str]:
-    """Yield where in a value `redact` has replaced secrets: ``options.login[0]``.
+    """Yield the paths at which `redact` replaced secrets in a value, e.g. ``options.login[0]``.
 
     Args:
-        value: What `redact` has returned.
+        value: The result of `redact`.
         path: The name of the value.
     """
     if isinstance(value, Mapping):

@@ -62,8 +62,8 @@ def available_trackers() -> list[str]:
     """Return the sorted names of the registered trackers whose package is installed.
 
     They include trackers of other packages, declared as entry points in the group
-    "cadence.trackers" and not under a registered name. A warning is logged for one that cannot be
-    loaded.
+    "cadence.trackers" under names that are not registered. A warning is logged for each that cannot
+    be loaded.
 
     Example::
 
@@ -138,12 +138,12 @@ def resolve_trackers(
     logging_dir: str | os.PathLike[str] | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[GeneralTracker]:
-    """Create the trackers that `log_with` names; the caller starts them.
+    """Create the trackers given by `log_with`; the caller starts them.
 
     A class is called as `cls(run_name, logging_dir, **init_kwargs[cls.name])`, without the
-    directory if it requires none. If it `has_projects`, the first argument is the project's name,
-    and `name=run_name` is passed if there is a run name. For given instances, only `service_dir` is
-    set.
+    directory if the class requires none. If it `has_projects`, the first argument is the project's
+    name, and `name=run_name` is passed if there is a run name. For given instances, only
+    `service_dir` is set.
 
     Example::
 
@@ -154,7 +154,7 @@ def resolve_trackers(
 
     Args:
         log_with: see `select_trackers`.
-        project_name: the name of the run where `run_name` is None.
+        project_name: the run's name if `run_name` is None.
         run_name: the name of the run.
         logging_dir: the directory for trackers that write files.
         init_kwargs: further constructor arguments by tracker name. Entries for trackers that are
@@ -204,7 +204,7 @@ def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
 
 
 def _entries() -> dict[str, EntryPoint]:
-    """Return the trackers that only other packages declare, by name, without importing any."""
+    """Return trackers that only other packages declare, by name, without importing them."""
     entries = entry_points(group=_GROUP)
     return {entry.name: entry for entry in entries if entry.name not in _REGISTRY}
 

@@ -1,4 +1,4 @@
-"""The base of trackers of services: what they share, and the calls that each translates."""
+"""The base class of service trackers: shared code, and the calls that each subclass translates."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def file_name(name: str) -> str:
 
 
 class MediaTracker(ServiceTracker):
-    """A tracker of a service that stores numbers, texts, images, tables and files.
+    """A tracker for a service that stores numbers, texts, images, tables and files.
 
-    It opens or joins the run, and takes apart what is logged. A subclass translates the parts: it
+    It opens or joins the run, and splits logged values by type. A subclass records each type: it
     defines `_begin`, `_end`, `store_init_configuration`, `_log_scalars`, `_log_image` (or
     `_log_pictures`), `_log_table`, `_log_text` and `_log_file`.
 
@@ -39,7 +39,7 @@ class MediaTracker(ServiceTracker):
 
     requires_logging_directory = False
     has_projects = True
-    imports_early = "rich.style"  # of many SDKs; it draws from Python's generator when imported
+    imports_early = "rich.style"  # imported by many SDKs; its import draws from Python's generator
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         self.run_name: str | None = run_name
@@ -49,7 +49,7 @@ class MediaTracker(ServiceTracker):
 
     @property
     def run(self) -> Any:
-        """The SDK's object, under the name that accelerate's trackers have for it."""
+        """The SDK's object, under the name that accelerate's trackers use."""
         return self.tracker
 
     def resume(self, run_id: str | None, step: int | None) -> None:
@@ -62,7 +62,7 @@ class MediaTracker(ServiceTracker):
         self.run_id = previous
         assert self.requires_package is not None
         import_module(self.requires_package)
-        # It would also name runs alike that begin with the same seed.
+        # With the global generator, runs with the same seed would also get the same name.
         isolate_random_generator(self.requires_package)
         running = self._find_open()
         self._joined = running is not None
@@ -70,7 +70,7 @@ class MediaTracker(ServiceTracker):
         self.run_id, self._new_id = self._id_of(self._opened), None
 
     def _find_open(self) -> Any:
-        """Return the run that the script has open and that is to be joined, if any."""
+        """Return the run to join that the script has open, if any."""
         return None
 
     def _begin(self, previous: str | None, step: int | None) -> Any:
@@ -88,27 +88,27 @@ class MediaTracker(ServiceTracker):
     def _choose_id(self) -> str:
         """Return the id of a new run, the same in each attempt to start it.
 
-        It is chosen here, because the service may respond only after the first checkpoint, which
-        stores it, and because the run may have begun although the call failed.
+        It is chosen here, because the first checkpoint stores it, perhaps before the service
+        responds, and because the run may have begun although the call failed.
         """
         self._new_id = self._new_id or secrets.token_hex(4)
         self.run_id = self._new_id
         return self._new_id
 
     def _folder(self, name: str) -> str | None:
-        """Return a folder for files of the package, which need not exist; None: its own default."""
+        """Return a folder for the package's files, which need not exist; None for its default."""
         return None if self.service_dir is None else os.path.join(self.service_dir, name)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers and texts, and dicts of these under names "outer/inner".
 
         Args:
-            values: names and numbers, tensors or arrays of one element, texts, or dicts of these.
+            values: names, with numbers, one-element tensors or arrays, texts, or dicts of these.
             step: the number of optimizer updates so far.
             **kwargs: for the service's method for numbers.
 
         Raises:
-            TypeError: a value is none of these. The others are recorded.
+            TypeError: a value has another type. The other values are recorded.
         """
         numbers, texts, error = scalars_and_texts(values)
         self._log_scalars(numbers, texts, step, **kwargs)
@@ -125,8 +125,8 @@ class MediaTracker(ServiceTracker):
 
         Args:
             values: names and tensors or arrays of one image or a batch, with the channels first or
-                last: floats in [0, 1] or bytes; PIL images; what the service itself takes as an
-                image; or lists of these.
+                last: floats in [0, 1] or bytes; PIL images; the service's own image types; or lists
+                of these.
             step: the number of optimizer updates so far.
             **kwargs: for the service's method for images.
 
@@ -139,11 +139,12 @@ class MediaTracker(ServiceTracker):
     def _log_pictures(
         self, name: str, pictures: list[Any], step: int | None, **kwargs: Any
     ) -> None:
-        """Record the images of a name; where a service takes one at a time, as "name/0" and so on.
+        """Record the images of a name, as "name/0" and so on if the service takes one at a time.
 
         Args:
             name: the name.
-            pictures: uint8 arrays of shape `(H, W)` or `(H, W, C)`, or what the service takes.
+            pictures: uint8 arrays of shape `(H, W)` or `(H, W, C)`, or the service's own image
+                types.
             step: the number of optimizer updates so far.
             **kwargs: for the service's method.
         """
@@ -155,7 +156,7 @@ class MediaTracker(ServiceTracker):
         raise NotImplementedError
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record each as an image, see `GeneralTracker.log_figure`."""
+        """Record each value as an image, see `GeneralTracker.log_figure`."""
         for name, value in values.items():
             self._log_pictures(name, [render_figure(value)], step, **kwargs)
 
@@ -211,17 +212,17 @@ class MediaTracker(ServiceTracker):
         """Record weights or a checkpoint, by default as ``model``; see `GeneralTracker.log_model`.
 
         Raises:
-            FileNotFoundError: there is nothing at the path.
+            FileNotFoundError: the path does not exist.
         """
         self.log_artifact(path, name or "model", "model", step, **kwargs)
 
     def finish(self) -> None:
-        """Record how the run ended and close it, unless the script has opened it."""
+        """Record how the run ended, and close it unless the script opened it."""
         run, self._opened = self._opened, None
         self._new_id = None
         if run is not None and not self._joined:
             self._end(run)
 
     def _end(self, run: Any) -> None:
-        """Close the run with `status`, which is "running" where it is unknown how it ended."""
+        """Close the run with `status`, which is "running" if the outcome is unknown."""
         raise NotImplementedError

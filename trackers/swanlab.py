@@ -11,15 +11,15 @@ from trackers.media import plain, to_pil
 from trackers.registry import register_tracker
 from trackers.service import MediaTracker, file_name
 
-_STATES = {"failed": "crashed", "preempted": "aborted"}  # all others are "success"
+_STATES = {"failed": "crashed", "preempted": "aborted"}  # all other statuses are "success"
 
 
 @register_tracker
 class SwanLabTracker(MediaTracker):
-    """A run at SwanLab, or in a folder on disk with ``mode="offline"``.
+    """A run at SwanLab or, with ``mode="offline"``, in a folder on disk.
 
     A run that resumes continues the same run. Offline, each start of a run has its own folder,
-    which ``swanlab sync <folder>`` sends to the run of its id.
+    which ``swanlab sync <folder>`` uploads to the run with its id.
 
     A run that the script has opened before (``swanlab.init``) is joined, and stays open at the end.
 
@@ -95,7 +95,7 @@ class SwanLabTracker(MediaTracker):
         label = file_name(name or path.name)
         if kind == "model" and step is not None:
             label = f"{label}/step-{step}"
-        # A copy, because SwanLab only links to files that it uploads later.
+        # Copied, because SwanLab only links to files that it uploads later.
         base = Path(self.tracker.dir, "copies")
         copy = base / label
         copy.parent.mkdir(parents=True, exist_ok=True)

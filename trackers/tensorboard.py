@@ -33,7 +33,7 @@ def _cell(value: Any) -> str:
 
 
 def _images_by_name(name: str, value: Any) -> dict[str, Any]:
-    """Return the images to write by name; a batch of equal layout is one entry."""
+    """Return the images to write, by name; a batch of images of equal size is one entry."""
     import numpy as np
 
     images = [np.atleast_3d(image) for image in pixels(name, value)]
@@ -56,7 +56,7 @@ class TensorBoardTracker(ServiceTracker):
     """Writes event files for TensorBoard to `logging_dir/run_name`.
 
     A fit of the `Trainer` that does not resume renames existing event files
-    (``events.out.earlier.…``), unless a `purge_step` is given. Any other start adds to them.
+    (``events.out.earlier.…``), unless a `purge_step` is given. Other starts add to them.
 
     Example::
 
@@ -77,7 +77,7 @@ class TensorBoardTracker(ServiceTracker):
     name = "tensorboard"
     requires_logging_directory = True
     requires_package = "tensorboard"
-    # Its packages import each other in circles, so two threads that import them may deadlock.
+    # TensorBoard's packages have circular imports, so two threads that import them may deadlock.
     imports_early = "trackers.event_file"
 
     def __init__(
@@ -95,15 +95,15 @@ class TensorBoardTracker(ServiceTracker):
         self._renames_existing = False
         self._file: Any = None  # set with the writer
         self._success: Any = None
-        self._commit = git_commit(".")  # see there why not on the tracker's thread
+        self._commit = git_commit(".")  # not on the tracker's thread, see there
 
     @property
     def writer(self) -> Any:
-        """The `SummaryWriter`, under the name that accelerate's tracker has for it."""
+        """The `SummaryWriter`, under the name that accelerate's tracker uses."""
         return self.tracker
 
     def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002  # an interface
-        """Hide what was logged after `step`, unless the arguments give a `purge_step`."""
+        """Hide values logged after `step`, unless the arguments give a `purge_step`."""
         if step is not None and self.writer_options["purge_step"] is None:
             self._purge_step = step + 1
 
@@ -131,7 +131,7 @@ class TensorBoardTracker(ServiceTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as hyperparameters, and as YAML text in "configuration".
 
-        The commit of the git repository around the working folder, if any, is the text "code".
+        If the working folder is in a git repository, the commit is stored as the text "code".
 
         Args:
             values: names and values. In the table of hyperparameters, nested names are joined by
@@ -141,9 +141,9 @@ class TensorBoardTracker(ServiceTracker):
         from torch.utils.tensorboard.summary import hparams
 
         writer, values = self.tracker, plain(values)
-        # Not the writer's add_hparams, which opens a separate run in a folder named by the time.
-        # The experiment summary is left out, because TensorBoard would use one run's summary for
-        # all runs and show no metrics. Without it, TensorBoard finds the names itself.
+        # The writer's add_hparams would open a separate run in a folder named after the time. The
+        # experiment summary is left out, because TensorBoard would use one run's summary for all
+        # runs and show no metrics. Without it, TensorBoard finds the names itself.
         table = flatten(values, ".")
         shown = {k: v if type(v) in (int, float) else str(v) for k, v in table.items()}
         _, begun, self._success = hparams(shown, {})
@@ -157,12 +157,12 @@ class TensorBoardTracker(ServiceTracker):
         """Record numbers as scalars, texts as texts, and a dict as scalars named "outer/inner".
 
         Args:
-            values: names and numbers, tensors or arrays of one element, texts, or dicts of these.
+            values: names, with numbers, one-element tensors or arrays, texts, or dicts of these.
             step: the number of optimizer updates so far.
             **kwargs: for `add_scalar` and `add_text`, for example `walltime` in seconds since 1970.
 
         Raises:
-            TypeError: a value is none of these. The others are recorded.
+            TypeError: a value has another type. The other values are recorded.
             OSError: the disk failed.
         """
         from trackers.event_file import scalars
@@ -236,12 +236,13 @@ class TensorBoardTracker(ServiceTracker):
         """Record the graph of a model, which is traced in the calling thread.
 
         Args:
-            model: a `torch.nn.Module`, in the mode in which to show it. Batch norms in training
-                mode update their statistics with the example.
+            model: a `torch.nn.Module`, in the mode to be shown. Batch norms in training mode update
+                their statistics with the example.
             example: its argument, or a tuple of them.
 
         Raises:
-            Exception: what tracing raises: a model that branches on values cannot be traced.
+            Exception: tracing failed; for example, a model that branches on values cannot be
+                traced.
         """
         with warnings.catch_warnings():
             # torch's writer can only trace a graph.
@@ -256,7 +257,7 @@ class TensorBoardTracker(ServiceTracker):
             with contextlib.closing(self._file) as file, contextlib.closing(self.tracker):
                 if file.exists:  # do not create a new file now
                     self._write_end(self.tracker)
-        finally:  # also if the disk fails
+        finally:  # even if the disk fails
             self._opened = self._file = None
 
     def _write_end(self, writer: Any) -> None:

@@ -12,10 +12,10 @@ from trackers.service import MediaTracker, file_name
 
 @register_tracker
 class TrackioTracker(MediaTracker):
-    """A run at Trackio: in its local database, on a server, or in a Space of Hugging Face.
+    """A Trackio run in the local database, on a server, or in a Hugging Face Space.
 
     The database is in the folder ``TRACKIO_DIR``, which Trackio shares among all projects;
-    ``trackio show`` shows it. A run that resumes continues the same run; updates after its last
+    ``trackio show`` shows it. A run that resumes continues the same run; updates after the last
     checkpoint appear twice.
 
     A run that the script has opened before (``trackio.init``) is joined, and stays open at the end.
@@ -85,7 +85,7 @@ class TrackioTracker(MediaTracker):
         self.tracker.log({name: table}, step=step, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record each as a `trackio.Histogram`, see `GeneralTracker.log_histogram`."""
+        """Record each value as a `trackio.Histogram`, see `GeneralTracker.log_histogram`."""
         import trackio
 
         each = {n: trackio.Histogram(finite_values(n, value)) for n, value in values.items()}

@@ -17,14 +17,14 @@ from trainer.strict_json import python_number
 class Rows:
     """Assigns each record to a row (W&B's ``step``) of a W&B history.
 
-    Rows can only be appended, and W&B drops values for an earlier row. The number of a row is the
+    Rows can only be appended, and W&B drops values for an earlier row. A row's number is the
     record's step, and consecutive records of a step share a row. Values that arrive late, for an
-    earlier step, get their own row at the end; its ``global_step`` is the step that they belong to.
-    Later rows are shifted by one until a gap in the steps makes up for it.
+    earlier step, get a separate row at the end, whose ``global_step`` is their step. Later rows are
+    shifted by one until a gap in the steps makes up for it.
 
     Args:
         num_rows: the number of rows that the service already has.
-        step: the update from which the run resumes, if it does.
+        step: the update from which the run resumes, if any.
         reported_step: the last update that the service reports, if known. The number of rows may be
             larger, since late values also have rows.
         current_row: the row that this program has reached; it may be incomplete.
@@ -48,7 +48,8 @@ class Rows:
 
         Args:
             step: The step.
-            current_row: The row that the run has reached: the program may log to it, too.
+            current_row: The row that the run has reached, perhaps by values that the program logged
+                itself.
         """
         if step in self._logged_steps:
             return None
@@ -67,10 +68,10 @@ def _cell(value: Any) -> Any:
 
 
 def _reset_service() -> bool:
-    """End W&B's service process, which does not reuse the id of a run that failed to start.
+    """End W&B's service process, which cannot reuse the id of a run that failed to start.
 
     Returns:
-        Whether the process was ended. It is not ended while it has another run.
+        Whether the process was ended. It is not ended while it serves another run.
     """
     import wandb
 
@@ -82,7 +83,7 @@ def _reset_service() -> bool:
 
 @register_tracker
 class WandBTracker(MediaTracker):
-    """A run at Weights & Biases, or on disk with ``mode="offline"``.
+    """A run at Weights & Biases or, with ``mode="offline"``, on disk.
 
     Every value is recorded with its ``global_step``, which is the horizontal axis of the charts. A
     run that resumes continues the same W&B run, and does not log steps again that W&B already has.
@@ -134,7 +135,7 @@ class WandBTracker(MediaTracker):
         open_run = wandb.run
         joins = open_run is not None and "reinit" not in settings | options.keys()
         self._opened = run = open_run if joins else wandb.init(**options)
-        self._joined = run is open_run  # also with reinit="return_previous"
+        self._joined = run is open_run  # true with reinit="return_previous" as well
         self.run_id, self._new_id, self._start_failed = run.id, None, False
         reported_step = self._opened.summary.get("global_step")
         self._rows = Rows(
@@ -189,12 +190,12 @@ class WandBTracker(MediaTracker):
         cells = [[_cell(value) for value in row] for row in rows]
         try:
             table = wandb.Table(columns=headers, data=cells)
-        except TypeError:  # a column mixes types, which W&B does not allow
+        except TypeError:  # W&B does not allow a column of mixed types
             table = wandb.Table(columns=headers, data=cells, allow_mixed_types=True)
         self.log({name: table}, step, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record each as a `wandb.Histogram`, see `GeneralTracker.log_histogram`."""
+        """Record each value as a `wandb.Histogram`, see `GeneralTracker.log_histogram`."""
         import wandb
 
         histograms = {n: wandb.Histogram(finite_values(n, value)) for n, value in values.items()}

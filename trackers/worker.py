@@ -14,8 +14,8 @@ from trackers.pending import Call, DroppedRange, Pending, RecordReplay, log_call
 from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
-_NOT_RETRIED = ("submit", "drain", "finish")  # callers get the error; a run closes once
-_ATTEMPTS_BEFORE_NEXT = 5  # failed attempts of a call before the next record is tried ahead of it
+_NOT_RETRIED = ("submit", "drain", "finish")  # callers get the error; a run is closed once
+_ATTEMPTS_BEFORE_NEXT = 5  # failed attempts of a call before the next record is tried first
 _SUCCESSES_BEFORE_DROP = 3  # later records that must succeed before a failing call is dropped
 _WARN_AFTER = 5.0  # seconds that `finish` waits before a warning
 _FINISH_SHARE = 0.5  # fraction of the time limit reserved for the tracker's own `finish`
@@ -25,14 +25,14 @@ _PERMANENT = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
     *(NotImplementedError, TypeError, ValueError),
 )
-_random = random.SystemRandom()  # not the RNG of the training
+_random = random.SystemRandom()  # not the RNG used in training
 
 
 def is_retryable(error: BaseException, method: str) -> bool:
     """Return whether to retry a call of this method that raised.
 
     A call with an invalid value is not retried. A call that fails because of a network, server or
-    disk is retried, and so is one that raises an error class of an SDK.
+    disk, or that raises an SDK's error class, is retried.
     """
     if isinstance(error, FileNotFoundError) and method in ("log_artifact", "log_model"):
         return False
@@ -45,7 +45,7 @@ def pause(attempt: int, first: float, longest: float) -> float:
     """Return the pause after an attempt (from 1), in seconds: exponential backoff with jitter.
 
     It doubles with each attempt, from `first` to `longest`. Up to half of it is random, so that
-    many runs do not return to the same server at once.
+    many runs do not retry at the same time.
     """
     return min(longest, first * 2.0 ** min(attempt - 1, 60)) * _random.uniform(0.5, 1.0)
 
@@ -88,10 +88,10 @@ class Worker:
         self._retry_now = threading.Event()  # ends a pause
 
     def start(self, call: Call, replay: RecordReplay | None) -> None:
-        """Start the thread with a call that precedes all waiting ones."""
+        """Start the thread with a call that runs before all waiting ones."""
         self.replay = replay
         self.pending.can_replay = replay is not None
-        # In the caller's context, where some SDKs keep the run that the script has open.
+        # In the caller's context, where some SDKs store the run that the script has open.
         run = partial(contextvars.copy_context().run, self._run, call)
         name = f"tracker-{self._tracker.name}"
         self.thread = threading.Thread(target=run, name=name, daemon=True)
@@ -156,9 +156,9 @@ class Worker:
             call = self.pending.take()
 
     def _call_with_retries(self, call: Call) -> None:
-        """Make a call, and retry it while its errors are worth a retry."""
+        """Make a call, and retry it as long as its errors are retryable."""
         self.running = call.method
-        attempt = 0  # since the pauses began to grow
+        attempt = 0  # failures since the pauses began to grow
         failed = later_successes = 0
         while (error := self._attempt(call)) is not None:
             if self._refused or call.method in _NOT_RETRIED or not is_retryable(error, call.method):
@@ -194,7 +194,7 @@ class Worker:
         return True
 
     def _next_record_succeeds(self) -> bool:
-        """Try the next record, and return whether the service accepts it and so is available.
+        """Try the next record; return whether the service accepts it, which shows it is available.
 
         That record is then logged before the failing call, and before some replayed records.
         """
@@ -207,10 +207,10 @@ class Worker:
         return error is None
 
     def _replay(self, dropped: DroppedRange) -> None:
-        """Let the tracker log the records that a full queue dropped."""
+        """Log the records that a full queue dropped."""
         assert self.replay is not None  # otherwise no range is kept
         self.running = "log"
-        self.pending.count_lost(dropped.size)  # until logged: the tracker may hang meanwhile
+        self.pending.count_lost(dropped.size)  # lost until logged, since the tracker may hang
         try:
             with contextlib.closing(self.replay.between(dropped.first, dropped.last)) as records:
                 for values, step in records:

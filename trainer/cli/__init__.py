@@ -19,7 +19,7 @@ from trainer.checks import choice_error
 from trainer.cli.parsing import CommandError, Parser, UsageError, echo, sigint_default
 from trainer.launch import LaunchError
 
-# command: (its module in this package, what it does)
+# command: (its module in this package, a summary)
 COMMANDS = {
     "config": ("config", "create the configuration file of trainer launch"),
     "launch": ("launch", "run a script in one or more processes, on one or more machines"),
@@ -45,7 +45,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default the process's; return the exit code.
 
-    Errors are printed, so the caller can continue; `program` is for a process that ends with them.
+    Errors are printed, so the caller can continue; see `program` for a process that ends with them.
 
     Raises:
         SystemExit: Help or the version was shown; see also `trainer.cli.fit.run`.
@@ -61,15 +61,15 @@ def program() -> int:
     """Run the command line of a process that exits with the returned code.
 
     Raises:
-        SystemExit: As in `main`; or an error ends the process, and is reported once however many
-            processes end with it.
+        SystemExit: See `main`. Also raised for an error that ends the process; the error is
+            reported once even if many processes end with it.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is no failure
+    if isinstance(sys.stdout, io.TextIOWrapper):  # unencodable characters must not fail
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(sys.argv[1:])
     except CommandError as error:
-        from trainer.cli.error_reporting import (  # imports parts of launch: only for errors
+        from trainer.cli.error_reporting import (  # slow import, only needed for errors
             Reported,
             report,
         )
@@ -82,7 +82,7 @@ def _run(argv: list[str]) -> int:
     """Run a command line.
 
     Raises:
-        CommandError: With the complete message.
+        CommandError: The command failed; the message is complete.
     """
     if not argv:
         _parser().print_help()

@@ -1,8 +1,8 @@
 """The command `trainer checkpoints`: list, verify and remove checkpoints.
 
-`--prune` reads the checkpoints that it keeps in full before it removes any other. It never touches
-one that the user named, the target of a link, a folder with other files in it, or what it cannot
-read.
+`--prune` fully verifies the checkpoints that it keeps before it removes any other. It never removes
+a checkpoint that the user named, the target of a link, a folder with other files in it, or one that
+it cannot read.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out the command.
 
     Returns:
-        0 if every checkpoint is sound, 1 if one is damaged or could not be removed.
+        0 if every checkpoint is intact, 1 if one is damaged or could not be removed.
 
     Raises:
         argparse.ArgumentTypeError: The arguments are invalid; nothing was changed.
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{root} is one checkpoint; --prune needs the folder that contains it."
         )
     if arguments.prune and not arguments.dry_run:
-        for folder in (root, root.parent):  # where `project_dir` or a `dirpath` may be locked
+        for folder in (root, root.parent):  # either may be a locked `project_dir` or `dirpath`
             if holder := holder_of(folder):
                 raise argparse.ArgumentTypeError(
                     f"{folder} is in use by {holder}, which removes old checkpoints itself. Prune "
@@ -197,7 +197,7 @@ def _age(seconds: float) -> str:
 
 
 def _report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str, Any]:
-    """Return what `--json` prints: bytes, ISO 8601 times, null for missing or non-finite values."""
+    """Return the `--json` output: bytes, ISO 8601 times, null for missing or non-finite values."""
     return {
         "checkpoints": [
             {
@@ -239,12 +239,12 @@ def _time(seconds: float) -> str | None:
 
 @dataclass
 class _Plan:
-    """What a prune does with each checkpoint.
+    """The action of a prune for each checkpoint.
 
     Attributes:
-        kept: Name -> reason, of those that the user asked to keep.
-        untouched: Name -> reason, of those that are not ours to remove.
-        removed: The others.
+        kept: Name -> reason, for checkpoints that the user asked to keep.
+        untouched: Name -> reason, for checkpoints that must not be removed.
+        removed: The other checkpoints.
         swept: Leftovers of killed saves.
         failed: Name -> error; filled when the plan is carried out.
     """
@@ -256,7 +256,7 @@ class _Plan:
     failed: dict[str, str] = field(default_factory=dict)
 
     def amount(self) -> str:
-        """Return how much would be removed."""
+        """Return the amount that would be removed, as text."""
         size = sum(entry.size for entry in self.removed) + sum(each.size for each in self.swept)
         text = f"{len(self.removed)} checkpoint{'' if len(self.removed) == 1 else 's'}"
         if self.swept:
@@ -264,7 +264,7 @@ class _Plan:
         return f"{text}, {size_text(size)}"
 
     def text(self) -> str:
-        """Return what a prune would do, one line per checkpoint."""
+        """Return the planned actions, one line per checkpoint."""
         lines = [("keep", name, reason) for name, reason in self.kept.items()]
         lines += [("leave", name, reason) for name, reason in self.untouched.items()]
         lines += [("remove", entry.name, entry.state) for entry in self.removed]
@@ -274,13 +274,13 @@ class _Plan:
 
 
 def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.Namespace) -> _Plan:
-    """Return the plan; read in full what is to be kept, and update ``entries`` with what is found.
+    """Return the plan; fully verify the checkpoints to keep, and update their ``entries``.
 
     Raises:
         argparse.ArgumentTypeError: No checkpoint has a value of the metric.
     """
     plan = _Plan()
-    hopeless: dict[str, str] = {}  # of which no sound one would remain
+    hopeless: dict[str, str] = {}  # kept, since no intact one would remain
     steps = [entry for entry in entries if entry.is_step]
     weights = [entry for entry in steps if entry.manifest.get("weights_only")]
     whole = [entry for entry in steps if entry not in weights]  # from which a run can resume
@@ -312,7 +312,7 @@ def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.N
 
 
 def _first_sound(candidates: Iterable[Entry], entries: list[Entry], count: int) -> list[str]:
-    """Return the names of the first `count` candidates of which every byte is sound."""
+    """Return the names of the first `count` candidates that are fully verified as intact."""
     damaged: list[str] = []
     for entry in candidates:
         if len(damaged) == count:
@@ -327,7 +327,7 @@ def _first_sound(candidates: Iterable[Entry], entries: list[Entry], count: int) 
 
 
 def _ranked(entries: Sequence[Entry], metric: str, mode: str) -> list[Entry]:
-    """Return those with a finite value of a metric, the best first; of equal ones the oldest."""
+    """Return the entries with a finite value of a metric, best first; of equal ones the oldest."""
     scored = [entry for entry in entries if math.isfinite(entry.metrics.get(metric, math.nan))]
     if not scored:
         metrics = sorted({name for entry in entries for name in entry.metrics})
@@ -340,7 +340,7 @@ def _ranked(entries: Sequence[Entry], metric: str, mode: str) -> list[Entry]:
 
 
 def _not_ours(entry: Entry, *, linked: bool) -> str | None:
-    """Return why a checkpoint must not be removed; None if it may be."""
+    """Return the reason why a checkpoint must not be removed; None if it may be."""
     if entry.number is None:
         return "you named it"
     if linked:
@@ -363,7 +363,7 @@ def _prune(plan: _Plan, root: Path, arguments: argparse.Namespace) -> bool:
     if (plan.removed or plan.swept) and not arguments.yes and not _agreed(plan):
         echo("Nothing was removed.")
         return False
-    # A run that rotates its checkpoints may have removed some while this was reading or asking.
+    # A run that rotates its checkpoints may have removed some in the meantime.
     lost = [name for name in plan.kept if not storage.locate(root / name).is_dir()]
     if lost:
         plan.failed = dict.fromkeys(
@@ -383,7 +383,7 @@ def _remove(plan: _Plan) -> None:
         except (CheckpointError, OSError) as error:
             plan.failed[entry.name] = str(error)
     for leftover in plan.swept:
-        if is_dead(leftover):  # checked again: a save may have begun
+        if is_dead(leftover):  # checked again, since a save may have begun
             storage.discard(leftover.path)
         if leftover.path.exists():
             plan.failed[leftover.name] = f"{leftover.path} is in use, or could not be deleted."

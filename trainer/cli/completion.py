@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise CommandError("Completion needs shtab: pip install 'cadence-trainer[cli]'.") from None
-    whole = argparse.ArgumentParser(prog="trainer")  # of all commands
+    whole = argparse.ArgumentParser(prog="trainer")  # the parser of all commands
     whole.add_argument("--version", action="store_true", help="show the version")
     commands = whole.add_subparsers()
     for name, (module, what) in COMMANDS.items():
@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _offer_files(parser: argparse.ArgumentParser, files: object) -> None:
-    """Have paths, and positional arguments without choices, completed as files."""
-    for action in parser._actions:  # argparse has no public access to them
+    """Enable file completion for path options, and for positional arguments without choices."""
+    for action in parser._actions:  # argparse has no public list of actions
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
                 _offer_files(each, files)

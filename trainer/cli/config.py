@@ -136,12 +136,12 @@ def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
     answers["debug"] = _question(what, bool(known.debug), truth)
     try:
         return replace(known, **answers)
-    except ValueError as error:  # of answers that contradict each other
+    except ValueError as error:  # the answers contradict each other
         raise CommandError(str(error)) from error
 
 
 def _ask_machines(known: LaunchConfiguration, machines: int) -> dict[str, Any]:
-    """Ask how several machines meet; for a single one, reset these settings."""
+    """Ask for the rendezvous of several machines; for a single one, reset these settings."""
     if machines == 1:
         names = ("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend")
         return {name: getattr(LaunchConfiguration(), name) for name in names}
@@ -160,7 +160,7 @@ def _ask_machines(known: LaunchConfiguration, machines: int) -> dict[str, Any]:
 def _ask_sharding(known: LaunchConfiguration, processes: int, *, cpu: bool) -> dict[str, Any]:
     """Ask how models are split over several processes; for a single one, reset these settings.
 
-    Settings of FSDP without a question are kept if it is chosen again.
+    FSDP settings without a question are kept if FSDP is chosen again.
     """
     mesh = known.parallelism_config or {}
     answers: dict[str, Any] = dict.fromkeys(SECTIONS)
@@ -183,7 +183,7 @@ def _ask_sharding(known: LaunchConfiguration, processes: int, *, cpu: bool) -> d
 
 
 def _ask_fsdp(known: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Ask how FSDP shards a model; None does not. Settings without a question are kept."""
+    """Ask how FSDP shards a model; None without FSDP. Settings without a question are kept."""
     if not _question("shard models over the processes, FSDP (yes, no)", known is not None, truth):
         return None
     chosen = dict(known or {"fsdp_version": 2})
@@ -196,17 +196,17 @@ def _ask_fsdp(known: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _ask_bools(settings: Mapping[str, Setting], chosen: dict[str, Any]) -> None:
-    """Ask for the settings that are on or off, and put the answers into `chosen`."""
+    """Ask for the settings that are booleans, and put the answers into `chosen`."""
     for key, each in settings.items():
         if each.question and each.kind in ("bool", "bool_or_name"):
             known = chosen.get(key, each.fallback)
-            if each.kind == "bool" or str(known).lower() in TRUE | FALSE:  # no FULL_SHARD of FSDP 1
+            if each.kind == "bool" or str(known).lower() in TRUE | FALSE:  # not FSDP 1's FULL_SHARD
                 known = truth(str(known))
             chosen[key] = _question(f"{each.question} (yes, no)", known, truth)
 
 
 def _ask_megatron(known: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Ask how Megatron-LM divides a model; None does not. Settings without a question are kept."""
+    """Ask how Megatron-LM splits a model; None without it. Settings without a question are kept."""
     if not _question("divide a model of megatron-core (yes, no)", known is not None, truth):
         return None
     chosen = dict(known or {})
@@ -217,7 +217,7 @@ def _ask_megatron(known: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _ask_deepspeed(known: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Ask how DeepSpeed partitions a model and its optimizer; None does not.
+    """Ask how DeepSpeed partitions a model and its optimizer; None without DeepSpeed.
 
     Settings without a question are kept.
     """
@@ -257,7 +257,7 @@ def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
         try:
             text = input(f"{what} [{shown}]: ").strip()
         except EOFError:
-            echo()  # ends the line of the question
+            echo()  # end the line of the question
             raise CommandError(
                 "the input ended before all questions were answered; no answer is saved."
             ) from None

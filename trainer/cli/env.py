@@ -1,4 +1,4 @@
-"""The command `trainer env`: what a bug report should say about the machine."""
+"""The command `trainer env`: information about the machine for a bug report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAUNCH = "set by the launcher"
 _SLURM = "set by SLURM"
 _MPI = "set by the MPI launcher"
 
-# Only the variables that Cadence reads, with what each does: others may contain secrets.
+# Only the variables that Cadence reads, each with a description. Others may contain secrets.
 VARIABLES: Mapping[str, str] = {
     "ACCELERATE_USE_CPU": "use the CPU even if there is an accelerator",
     "ACCELERATE_TORCH_DEVICE": "the device to use, such as `cuda:1`",
@@ -96,7 +96,7 @@ VARIABLES: Mapping[str, str] = {
     "XDG_CACHE_HOME": "the parent of that folder if `HF_HOME` is not set",
 }
 
-# Packages that Cadence can use, and that no extra for users has.
+# Packages that Cadence can use but no extra for users installs.
 _WITHOUT_EXTRA = ("peft", "transformer-engine", "transformers")
 
 

@@ -1,6 +1,6 @@
 """Report the error that ends a command once, even if several processes run the command.
 
-Under `trainer launch` each process writes a note, and the launcher prints what it finds. Under
+Under `trainer launch` each process writes its error to a file, and the launcher prints it. Under
 torchrun the processes share a store, and the first process to claim a message there prints it.
 """
 
@@ -14,26 +14,26 @@ from trainer import environment
 from trainer.cli.parsing import echo
 from trainer.launch import entry
 
-_PATIENCE = timedelta(seconds=10)  # to wait until another process has printed the same message
+_PATIENCE = timedelta(seconds=10)  # to wait for another process to print the same message
 
 
 class Reported(SystemExit):
-    """The exit of a process after `report`: the launcher knows the error or need not report it."""
+    """The exit of a process after `report`; the launcher need not report the error again."""
 
     reported = True  # read by `trainer.launch.entry`, which imports nothing of ours
 
 
 def report(message: str, code: int) -> None:
-    """Report a message once, however many processes end with it.
+    """Report a message once, even if many processes end with it.
 
-    The process must exit afterwards: its note is read only then.
+    The process must exit afterwards, since its error file is only read then.
 
     Args:
         message: The complete message.
-        code: The code that the process is about to exit with.
+        code: The exit code of the process.
     """
     if environment.read(entry.ERROR_PID) == str(os.getpid()):
-        refused = code == 2  # a retry would fail too, so the launcher makes none
+        refused = code == 2  # the launcher does not retry, as that would fail too
         noted = entry.write_error_file(entry.REFUSED if refused else "SystemExit", message, code)
         if noted and (refused or not entry.is_started_again()):
             return
@@ -45,12 +45,13 @@ def report(message: str, code: int) -> None:
 
 
 def _print_once(message: str) -> None:
-    """Print the message unless another process does: the first process to claim it prints it.
+    """Print the message if no other process has claimed it.
 
-    This is not left to rank 0: only the processes of a machine know what that machine lacks. The
-    others wait until it is printed, since the launcher ends all processes when one exits.
+    This is not left to rank 0, since a problem of one machine may be unknown to the others. Other
+    processes wait until the message is printed, since the launcher ends all processes when one
+    exits.
     """
-    # Imported here because a single process does not need torch, whose stubs lack the store.
+    # Imported here because a single process does not need torch. Torch's stubs lack DistError.
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     claim = _claim(message)
@@ -65,7 +66,7 @@ def _print_once(message: str) -> None:
         if store.add(claim, 1) > 1:
             store.wait([f"{claim}/printed"], _PATIENCE)
             return
-    except DistError:  # the launcher or the other process is gone: better twice than never
+    except DistError:  # the launcher or the other process is gone; better to print twice than never
         echo(message, error=True)
         return
     echo(message, error=True)

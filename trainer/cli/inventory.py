@@ -1,4 +1,4 @@
-"""List the checkpoints in a folder and check whether they are sound; nothing is changed.
+"""List the checkpoints in a folder and check whether they are intact; nothing is changed.
 
 A folder is a checkpoint if the Trainer (``step-00000100``) or the `Accelerator` (``checkpoint_3``)
 named it, or if it has one of our manifests. Its state is
@@ -33,7 +33,7 @@ State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
 
 _RANKING = re.compile(r"\w+\((.+), (min|max)(?:, .+)?\)")
 
-QUIET = 3600.0  # seconds without a write after which no running save owns a leftover
+QUIET = 3600.0  # after so many seconds without a write, no running save owns a leftover
 SET_ASIDE = "renamed by a killed save; the next start restores it"
 
 _ASIDE = {
@@ -53,10 +53,10 @@ class Entry:
     """One checkpoint.
 
     Attributes:
-        name: Its own name, even if a killed save has set it aside under another.
-        path: Where it is.
+        name: The original name, even if a killed save has renamed it.
+        path: The current path.
         state: See the module's docstring.
-        note: What is wrong with it, and in which file, or is worth knowing; else None.
+        note: A description of the problem, with its file, or other useful information; else None.
         hashed: Whether every byte was read to determine the state.
         manifest: Its manifest; empty if that cannot be read.
         size: In bytes.
@@ -80,12 +80,12 @@ class Entry:
 
     @property
     def is_step(self) -> bool:
-        """Whether the Trainer named it, by its step."""
+        """Whether the Trainer named it, after its step."""
         return storage.step_of(self.name) is not None
 
     @property
     def kind(self) -> str | None:
-        """``"trainer"`` or what the manifest says, such as ``"accelerator"``."""
+        """``"trainer"``, or the kind in the manifest, such as ``"accelerator"``."""
         return str(self.manifest.get("kind", "trainer")) if self.manifest else None
 
     @property
@@ -101,13 +101,13 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """The folder of a running or killed save or removal, or one that was set aside.
+    """The folder of a running or killed save or removal, or a quarantined one.
 
     Attributes:
         path: The folder.
-        meaning: What it is.
+        meaning: A description.
         size: In bytes.
-        touched: When anything in it was last written, in seconds since 1970; infinite if some of it
+        touched: The time of the latest write in it, in seconds since 1970; infinite if a part
             cannot be read.
     """
 
@@ -118,13 +118,13 @@ class Leftover:
 
     @property
     def name(self) -> str:
-        """Its own name, preceded by the checkpoint's if it is inside one."""
+        """Its name, preceded by the checkpoint's name if it is inside one."""
         inside = self.path.name == INNER_STAGING
         return f"{self.path.parent.name}/{self.path.name}" if inside else self.path.name
 
 
 def find_root(folder: Path) -> tuple[Path, bool]:
-    """Return the folder to look at, and whether it is one checkpoint rather than a folder of them.
+    """Return the folder to inspect, and whether it is a single checkpoint.
 
     Args:
         folder: A project's folder, its ``checkpoints``, or one checkpoint.
@@ -148,7 +148,7 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
     """Return the checkpoints in a folder, by number, user-named ones last; and the leftovers.
 
     Args:
-        root: The folder. Checkpoints that vanish meanwhile are left out.
+        root: The folder. Checkpoints that disappear meanwhile are left out.
         hashes: Read every byte, not only manifests and sizes.
     """
     entries, leftovers = [], []
@@ -170,7 +170,7 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
 
 
 def read_entry(path: Path, *, hashes: bool) -> Entry | None:
-    """Return the entry of one checkpoint; None if it vanished meanwhile."""
+    """Return the entry of one checkpoint; None if it disappeared meanwhile."""
     state: State = "sound"
     manifest: dict[str, Any] = {}
     note = None if path.name == _own_name(path) else f"{SET_ASIDE}."
@@ -191,7 +191,7 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     if not path.is_dir():
         return None
     with suppress(OSError):
-        touched = (path / MANIFEST).stat().st_mtime  # it is written last
+        touched = (path / MANIFEST).stat().st_mtime  # written last
     return Entry(
         name=_own_name(path),
         path=path,
@@ -205,9 +205,9 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
 
 
 def is_dead(leftover: Leftover) -> bool:
-    """Return whether a leftover, as it is on the disk now, is of a killed save or removal.
+    """Return whether a leftover, in its present state on disk, is from a killed save or removal.
 
-    One that was written to within the last hour may belong to a running one.
+    A leftover that was written to within the last hour may belong to a running save.
     """
     path = leftover.path
     match = storage.LEFTOVER.fullmatch(path.name)
@@ -221,7 +221,7 @@ def is_dead(leftover: Leftover) -> bool:
 def ranked_by(entries: list[Entry]) -> list[tuple[str, str]]:
     """Return the metrics that rank the checkpoints, each with its mode: ``"min"`` or ``"max"``.
 
-    The newest checkpoint that names some counts.
+    They are taken from the newest checkpoint that names some.
     """
     for entry in reversed(entries):
         try:
@@ -250,7 +250,7 @@ def _is_candidate(path: Path, name: str) -> bool:
 
 
 def _has_manifest(path: Path) -> bool:
-    """Return whether there is a manifest of ours, or one too damaged to tell whose it is."""
+    """Return whether there is a manifest of ours, or one too damaged to be identified."""
     try:
         read_json(path / MANIFEST)
         return is_ours(path)
@@ -273,7 +273,7 @@ def _state_of(path: Path, error: CheckpointError) -> State:
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         return "unreadable"
     if not os.path.isfile(path / MANIFEST):
-        # The Trainer's folders are complete when they appear, so there was a manifest.
+        # The Trainer's folders appear only when complete, so there was a manifest.
         return "damaged" if storage.step_of(_own_name(path)) is not None else "foreign"
     return "unreadable" if storage.is_newer(path) else "damaged"
 

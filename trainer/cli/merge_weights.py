@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         0.
 
     Raises:
-        CommandError: There are no sound weights, or the output already exists.
+        CommandError: There are no intact weights, or the output already exists.
         OSError: A file cannot be read or written.
     """
     from trainer.checkpoint.shards import merge_weights
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         merged = merge_weights(arguments.checkpoint.expanduser(), output)
     except (CheckpointError, ValueError) as error:
-        folder = arguments.checkpoint.expanduser()  # of a run, whose newest checkpoint is meant?
+        folder = arguments.checkpoint.expanduser()  # maybe a run's folder; suggest its newest
         found = [file for of in ("*", "checkpoints/*") for file in folder.glob(f"{of}/{MANIFEST}")]
         newest = max(found, key=lambda file: file.stat().st_mtime, default=None)
         hint = f" Did you mean {newest.parent}?" if newest else ""

@@ -50,7 +50,7 @@ class UsageError(CommandError):
 class Parser(argparse.ArgumentParser):
     """A parser that raises its errors, and names the known option nearest to an unknown one.
 
-    Argparse would print them, in each of several processes.
+    Argparse itself would print them in every process.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -75,9 +75,9 @@ def command_parser(
     """Return a parser whose help ends with examples and exit codes.
 
     Args:
-        prog: What the user typed: ``"trainer checkpoints"``.
-        description: What the command does.
-        examples: Pairs of what an example shows and its arguments.
+        prog: The command as typed, such as ``"trainer checkpoints"``.
+        description: A description of the command.
+        examples: Pairs of an example's description and its arguments.
         codes: The meaning of each exit code; 2 is wrong usage and 130 Ctrl-C in all commands.
     """
     meanings = {**codes, 2: "wrong usage", 130: "Ctrl-C"}
@@ -97,7 +97,7 @@ def command_parser(
 
 
 def named(paths: Iterable[Path]) -> list[tuple[Path, str]]:
-    """Return each distinct path with as many of its last parts as make its name unique."""
+    """Return each distinct path with a unique name, made of as many last parts as needed."""
     expanded = [path.expanduser() for path in paths]
     # Only the file system knows where a `..` after a symbolic link leads.
     absolute = [path.resolve() if ".." in path.parts else path.absolute() for path in expanded]
@@ -129,7 +129,7 @@ def import_named(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         value: Any = importlib.import_module(module)
-    except (ModuleNotFoundError, TypeError, ValueError) as error:  # the others: of ".x" and ""
+    except (ModuleNotFoundError, TypeError, ValueError) as error:  # others: for ".x" and ""
         missing = getattr(error, "name", None) or module
         if not f"{module}.".startswith(f"{missing}."):
             raise

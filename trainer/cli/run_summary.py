@@ -1,4 +1,4 @@
-"""What `trainer report` and `trainer watch` show of runs: numbers and texts without a layout."""
+"""The content of `trainer report` and `trainer watch`: numbers and texts without a layout."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ KINDS = {
     "file": WARNING,
 }
 """Status of a run, or kind of an event: whether it is good or bad, if it is either."""
-_RUNS_OF_BAD = 4  # stretches of values that are not finite, up to which each is listed
-_LISTED = 12  # updates at which skipped ones were noticed
-_METRICS = 6  # of a checkpoint
-_LARGE = 1e9  # from which on numbers are shown with an exponent
+_RUNS_OF_BAD = 4  # up to so many stretches of non-finite values are listed
+_LISTED = 12  # maximum number of updates listed for skipped updates
+_METRICS = 6  # maximum number of metrics shown for a checkpoint
+_LARGE = 1e9  # from here on numbers have an exponent
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
 class Summary(NamedTuple):
-    """The values of a metric in short: each a value and its step, None if none is finite.
+    """A summary of a metric: values with their steps, None if no value is finite.
 
     Attributes:
-        last: The last one, finite or not.
-        low: The smallest finite one.
-        high: The largest finite one.
-        number: How many there are.
-        bad: How many are not finite.
+        last: The last value, finite or not.
+        low: The smallest finite value.
+        high: The largest finite value.
+        number: The number of values.
+        bad: The number of non-finite values.
     """
 
     last: tuple[float, int]
@@ -54,14 +54,14 @@ class Summary(NamedTuple):
 
 
 def summary_of(series: Series) -> Summary:
-    """Return the values of a metric in short."""
+    """Return the summary of a metric."""
     bad = int((~series.finite).sum())
     low, high = series.extreme("min"), series.extreme("max")
     return Summary(series.at(-1), low, high, len(series.values), bad)
 
 
 def short(value: float, digits: int = 5) -> str:
-    """Return a rounded number for people."""
+    """Return a rounded number for display."""
     if not math.isfinite(value):
         return exact(value)
     whole = isinstance(value, int) or 10**digits <= abs(value) < _LARGE
@@ -69,14 +69,14 @@ def short(value: float, digits: int = 5) -> str:
 
 
 def exact(value: float) -> str:
-    """Return a number with all its digits, as the record writes it."""
+    """Return a number with all its digits, as in the record."""
     if math.isfinite(value):
         return repr(value)
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def not_finite(series: Series) -> str:
-    """Return what is not finite, how often and at which updates; an empty text if all is."""
+    """Describe the non-finite values: kind, number and updates; empty if all are finite."""
     bad = np.flatnonzero(~series.finite)
     if not len(bad):
         return ""
@@ -94,8 +94,8 @@ def not_finite(series: Series) -> str:
 def thinned(x: Floats, y: Floats, columns: int) -> tuple[Floats, Floats]:
     """Return the points that a chart needs: the smallest and largest value of each column.
 
-    The first and the last value are kept, and the first non-finite value of each column, as NaN:
-    the line has a gap there.
+    The first and the last value are kept, and the first non-finite value of each column, as NaN,
+    which gives a gap in the line.
 
     Returns:
         At most 3 · `columns` + 2 points.
@@ -104,9 +104,10 @@ def thinned(x: Floats, y: Floats, columns: int) -> tuple[Floats, Floats]:
         return x, np.where(np.isfinite(y), y, np.nan)
     low, high = np.nanmin(x), np.nanmax(x)
     place = np.floor((x - low) / max(high - low, 1e-300) * columns)
-    column = np.cumsum(np.diff(place, prepend=place[0]) != 0)  # a curve that goes back begins anew
+    column = np.cumsum(np.diff(place, prepend=place[0]) != 0)  # a curve that goes back starts again
     finite = np.isfinite(y)
-    # In each column, finite points come first, sorted by value, then the others in their order.
+    # In each column, finite points come first, sorted by value, then the others in their original
+    # order.
     order = np.lexsort((np.where(finite, y, 0.0), ~finite, column))
     first = np.flatnonzero(np.diff(column, prepend=-1))
     numbers = np.add.reduceat(finite, first)
@@ -122,7 +123,7 @@ def thinned(x: Floats, y: Floats, columns: int) -> tuple[Floats, Floats]:
 
 
 def overview(run: Run) -> dict[str, Any]:
-    """Return facts about a run by name, None where one is not known."""
+    """Return facts about a run by name; None if unknown."""
     manifests = [entry.manifest for entry in reversed(run.checkpoints)]
 
     def newest(key: str) -> Any:
@@ -152,7 +153,7 @@ class Parameter(NamedTuple):
 
     Attributes:
         name: Its name.
-        owner: Which of both it is.
+        owner: Which of the two it is.
         texts: Its values.
     """
 
@@ -162,9 +163,9 @@ class Parameter(NamedTuple):
 
 
 def parameters(runs: Sequence[Run]) -> tuple[list[Parameter], list[Parameter]]:
-    """Return hyper-parameters and Trainer arguments: rows of those that differ, and the others.
+    """Return the hyper-parameters and Trainer arguments that differ between runs, and the others.
 
-    Those that differ have a value for each run, None where it has none; the others a single one.
+    Those that differ have a value for each run (None if missing); the others have a single value.
     """
     different: list[Parameter] = []
     same: list[Parameter] = []
@@ -186,11 +187,11 @@ class Trials(NamedTuple):
     """The runs of a sweep.
 
     Attributes:
-        metric: The name of the metric that most of them are measured by; None without one.
+        metric: The name of the metric that measures most of the runs; None without one.
         mode: "min" or "max".
-        names: What differs between the runs: hyper-parameters, then arguments of the Trainer.
-        rows: For each run, best first: its number, its best value of the metric and the step of
-            that, None if it has none, and its values of what differs.
+        names: The names of parameters that differ: hyper-parameters, then Trainer arguments.
+        rows: For each run, best first: its number, its best value of the metric with the step (None
+            without one), and its values of `names`.
     """
 
     metric: str | None
@@ -200,7 +201,7 @@ class Trials(NamedTuple):
 
 
 def trials(runs: Sequence[Run]) -> Trials | None:
-    """Return the runs as the trials of a sweep; None if no parameter of theirs differs."""
+    """Return the runs as the trials of a sweep; None if no parameter differs."""
     different, _ = parameters(runs)
     if not different:
         return None
@@ -220,21 +221,21 @@ def trials(runs: Sequence[Run]) -> Trials | None:
 
 
 def checkpoint_metrics(run: Run, metrics: dict[str, float]) -> list[tuple[str, float]]:
-    """Return some metrics of a checkpoint: those that rank checkpoints, those of the validation."""
+    """Return some metrics of a checkpoint: first those that rank checkpoints, then validation's."""
     ranking = [name for name, _ in run.ranking if name in metrics]
     order = sorted(metrics, key=lambda name: (not name.startswith("val"), name))
     return [(name, metrics[name]) for name in list(dict.fromkeys(ranking + order))[:_METRICS]]
 
 
 def roles_of(run: Run) -> dict[str, list[str]]:
-    """Return which checkpoint is the last, and which the best by each metric that ranks them."""
+    """Return the roles of checkpoints by name: the last, and the best by each ranking metric."""
     usable = [e for e in run.checkpoints if e.state == "sound" and e.is_step]
     roles = {usable[-1].name: ["last"]} if usable else {}
     for name, mode in dict.fromkeys(run.ranking):
         scored = [e for e in usable if math.isfinite(e.metrics.get(name, math.nan))]
         if scored:
             sign = 1 if mode == "min" else -1
-            best = min(scored, key=lambda e: sign * e.metrics[name])  # the oldest of equal ones
+            best = min(scored, key=lambda e: sign * e.metrics[name])  # of equal ones the oldest
             roles.setdefault(best.name, []).insert(0, f"best {name}")
     return roles
 
@@ -246,9 +247,9 @@ class Event(NamedTuple):
     """Something that happened to a run.
 
     Attributes:
-        kind: Such as "warning".
-        text: What happened.
-        time: When, as `moment` gives it; None if unknown.
+        kind: The kind, such as "warning".
+        text: A description.
+        time: The time, as a result of `moment`; None if unknown.
     """
 
     kind: str
@@ -257,7 +258,7 @@ class Event(NamedTuple):
 
 
 def events_of(run: Run) -> Iterator[Event]:
-    """Return errors, warnings, skipped updates, non-finite values and what cannot be read."""
+    """Return errors, warnings, skipped updates, non-finite values and unreadable files."""
     for index, start in enumerate(run.starts):
         if index > 0:
             text = f"start {index + 1}, after update {start.get('step', 0)}"
@@ -285,7 +286,7 @@ def events_of(run: Run) -> Iterator[Event]:
 
 
 def _skipped(series: Series | None) -> str:
-    """Return when the count of skipped updates has grown."""
+    """Return the updates at which the count of skipped updates grew."""
     if series is None or not series.finite.any():
         return ""
     values = series.values[series.finite]

@@ -1,4 +1,4 @@
-"""Read what a run writes: its record, also while it grows, `run.json`, checkpoints and images."""
+"""Read the files of a run: its (growing) record, `run.json`, checkpoints and images."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Floats = NDArray[np.float64]
 
 RECORD, ABOUT, CHECKPOINTS = "metrics.jsonl", "run.json", "checkpoints"
 EVALUATIONS = "evaluations.jsonl"
-_SHOWN = 5  # examples named in a message
+_SHOWN = 5  # maximum number of examples in a message
 _PNG = b"\x89PNG\r\n\x1a\n"
-_PNG_HEAD = 24  # bytes up to the end of its size
+_PNG_HEAD = 24  # bytes up to the end of the image's size
 _TAGS = 24
-_STEPS = 4  # images of each tag: the first and the latest
-_LARGEST = 1_000_000  # bytes of an image
+_STEPS = 4  # images of each tag: the first and the latest ones
+_LARGEST = 1_000_000  # maximum size of an image in bytes
 _DATES_END = 253_402_214_400  # seconds since 1970: the last day of the year 9999
 
 
@@ -42,9 +42,9 @@ class Series:
     """All values of a metric, in the order recorded; the arrays have shape (values,).
 
     Attributes:
-        steps: Updates; the number of the line where the record has none.
-        times: In seconds since 1970; NaN where the record has none.
-        epochs: From 0; NaN where the record has none.
+        steps: Updates; the line number if a record has none.
+        times: In seconds since 1970; NaN if a record has none.
+        epochs: From 0; NaN if a record has none.
         values: As recorded, including NaN and infinity.
     """
 
@@ -78,9 +78,9 @@ class Record:
 
     Attributes:
         exists: Whether the file was there at the last `read`.
-        damaged: What is wrong with each line that is not a record, by line number.
+        damaged: A description of each line that is not a record, by line number.
         others: Names of values that are not numbers.
-        incomplete: The last line has no end: it is being written, or was cut off.
+        incomplete: Whether the last line has no end, because it is being written or was cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,8 +89,8 @@ class Record:
         self._reset()
 
     def _reset(self) -> None:
-        self._records = (array("d"), array("d"), array("d"))  # step, time and epoch of each
-        self._values: dict[str, tuple[array[int], array[float]]] = {}  # line and value of each
+        self._records = (array("d"), array("d"), array("d"))  # step, time and epoch of each line
+        self._values: dict[str, tuple[array[int], array[float]]] = {}  # lines and values
         self.damaged: dict[int, str] = {}
         self.others: dict[str, None] = {}
         self.incomplete = False
@@ -104,8 +104,8 @@ class Record:
     def read(self) -> bool:
         """Read what was added since the last call; return whether anything has changed.
 
-        A record that was truncated or replaced, as by a run that resumes from a checkpoint, is read
-        from the start.
+        A record that was truncated or replaced, for example by a run that resumes from a
+        checkpoint, is read from the start.
 
         Raises:
             OSError: The record exists and cannot be read.
@@ -120,7 +120,8 @@ class Record:
 
     def _read_from(self, content: BinaryIO) -> bool:
         inode = os.fstat(content.fileno()).st_ino
-        # The last line is compared, which has the time: a truncated record may have grown again.
+        # The last line, which includes the time, is compared, since a truncated record may have
+        # grown again.
         content.seek(self._offset - len(self._last_line))
         anew = inode != self._inode or content.read(len(self._last_line)) != self._last_line
         if anew:
@@ -164,7 +165,7 @@ class Record:
 
     @property
     def damage(self) -> str | None:
-        """Which lines are not records, and what is wrong with the first of them."""
+        """A description of lines that are not records, with the problem of the first one."""
         if not self.damaged:
             return None
         lines = [*map(str, self.damaged)]
@@ -190,7 +191,7 @@ class Record:
         }
 
     def speed(self, last: int = 0) -> float | None:
-        """Return the updates per second: the median over the (last) intervals between records."""
+        """Return the updates per second: the median over the `last` intervals (0: all)."""
         steps, times, _ = self.columns()
         finite = np.isfinite(steps) & np.isfinite(times)
         steps, times = steps[finite], times[finite]
@@ -212,7 +213,7 @@ def _number(value: Any) -> float | None:
 
 
 def is_date(value: Any) -> bool:
-    """Return whether a value is a time in seconds since 1970, of a year that Python has."""
+    """Return whether a value is a time in seconds since 1970, of a year that Python supports."""
     return isinstance(value, (int, float)) and 0 <= value < _DATES_END
 
 
@@ -220,8 +221,8 @@ def read_about(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's `run.json`; empty if there is none.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not JSON, or has another form.
+        OSError: The file cannot be read.
+        ValueError: The file is not JSON, or has another form.
     """
     try:
         about = read_json(folder / ABOUT)
@@ -244,12 +245,13 @@ class Run:
     """A run that has not begun, is running, or has ended.
 
     Args:
-        path: Its folder, or a record: one of another name than ``metrics.jsonl`` is all there is.
+        path: The run's folder, or a record. A record with a name other than ``metrics.jsonl`` is
+            read alone.
         name: The name to show.
 
     Attributes:
-        record: Its record.
-        metrics: The metrics in it, in order of first appearance.
+        record: The run's record.
+        metrics: The metrics in the record, in order of first appearance.
         about: The content of `run.json`; empty without one.
         checkpoint: The newest checkpoint's name, if any.
         evaluations: After `examine`, the metrics in `evaluations.jsonl`.
@@ -258,7 +260,7 @@ class Run:
         images: After `examine`, PNG by tag and step.
 
     Raises:
-        argparse.ArgumentTypeError: The path is another file.
+        argparse.ArgumentTypeError: The path is some other file.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -275,7 +277,7 @@ class Run:
         self.checkpoints: list[Entry] = []
         self.ranking: list[tuple[str, str]] = []
         self.images: dict[str, dict[int, bytes]] = {}
-        self._unread: list[str] = []  # what `examine` could not read
+        self._unread: list[str] = []  # files that `examine` could not read
         self._look()
 
     def read(self) -> bool:
@@ -306,7 +308,7 @@ class Run:
             self._no_about = f"{ABOUT} cannot be read: {error}."
 
     def examine(self) -> None:
-        """Read the rest: evaluations, checkpoints and images.
+        """Read evaluations, checkpoints and images.
 
         Raises:
             OSError: A record exists and cannot be read.
@@ -334,24 +336,24 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How it ended, or whether it runs.
+        """Whether the run is running, or how it ended.
 
         "running" while a process of this machine locks the folder; then "finished", "failed",
-        "preempted" or "killed" according to `run.json`; without one "waiting" if there is nothing
-        yet, else "not running", or "unknown" for a record alone.
+        "preempted" or "killed" according to `run.json`; without `run.json` "waiting" if there is no
+        record yet, else "not running"; "unknown" if only a record was given.
         """
         if self._is_held:
             return "running"
         if self.starts:
             status = str(self.starts[-1].get("status"))
-            return "killed" if status == "running" else status  # nobody locks the folder
+            return "killed" if status == "running" else status  # the folder is not locked
         if not self.record.exists and self.checkpoint is None:
             return "waiting"
         return "unknown" if self._folder is None else "not running"
 
     @property
     def error(self) -> str | None:
-        """The error that ended it."""
+        """The error that ended the run."""
         return self.starts[-1].get("error") if self.starts and not self._is_held else None
 
     @property
@@ -362,19 +364,19 @@ class Run:
 
     @property
     def times(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """When its records were written, in order."""
+        """The times at which its records were written, in order."""
         times = np.unique(self.record.columns()[1])
         return times[np.isfinite(times)]
 
     @property
     def began(self) -> float | None:
-        """When it began, in seconds since 1970."""
+        """The time when it began, in seconds since 1970."""
         times = [float(start["begin"]) for start in self.starts] + self.times[:1].tolist()
         return min(times, default=None)
 
     @property
     def seconds(self) -> float | None:
-        """How long it ran, without the time between starts; at least until each last record."""
+        """The running time without the time between starts, at least up to each last record."""
         times = self.times
         if not self.starts:
             return float(times[-1] - times[0]) if len(times) else None
@@ -388,7 +390,7 @@ class Run:
 
     @property
     def updates(self) -> int | None:
-        """The last update that has a record or a checkpoint."""
+        """The last update with a record or a checkpoint."""
         steps = [int(series.steps.max()) for series in self.metrics.values()]
         steps += [int(e.manifest["step"]) for e in self.checkpoints if "step" in e.manifest]
         return max(steps, default=None)
@@ -403,7 +405,7 @@ class Run:
     def best(self) -> tuple[str, str, float, int] | None:
         """The metric that measures the run's quality: name, mode, best value and its step.
 
-        It is the one that ranks the checkpoints, else a loss, preferably of the validation.
+        It is the metric that ranks the checkpoints, else a loss, preferably of validation.
         """
         losses = [name for name in self.metrics if "loss" in name.lower()]
         losses.sort(key=lambda name: not name.lower().startswith("val"))
@@ -428,10 +430,10 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read the folders, each once; of a folder that is no run's, such as a sweep's, the runs in it.
+    """Read the runs in these folders, each once; a folder may be a run or contain runs.
 
     Raises:
-        CommandError: One is not that of a run, and there are no runs in it.
+        CommandError: A folder neither is nor contains a run.
         OSError: A record cannot be read.
     """
     runs = []
@@ -443,7 +445,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _runs_at(path: Path) -> list[Path]:
-    """Return the path if it is a run or a record, else the folders of the runs in it."""
+    """Return the path if it is a run or a record, else the folders of runs inside it."""
     if path.is_file() and path.suffix == ".jsonl":
         return [path]
     if not path.is_dir():
@@ -457,7 +459,7 @@ def _runs_at(path: Path) -> list[Path]:
     for folder, folders, files in os.walk(path):
         if RECORD in files or ABOUT in files:
             inside.append(Path(folder))
-            folders.clear()  # a run has no runs in it
+            folders.clear()  # a run contains no runs
         folders[:] = [name for name in folders if not name.startswith(".")]
     if not inside:
         raise CommandError(
@@ -468,7 +470,7 @@ def _runs_at(path: Path) -> list[Path]:
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:
-    """Return a key that sorts trial 10 behind trial 9."""
+    """Return a key that sorts trial 10 after trial 9."""
     pieces = re.split(r"(\d+)", str(path))
     return [(int(piece) if piece.isdigit() else 0, piece) for piece in pieces]
 
@@ -488,7 +490,7 @@ def _problems_of(record: Record) -> list[str]:
 
 
 def _read_images(folder: Path, problems: list[str]) -> dict[str, dict[int, bytes]]:
-    """Return the images in TensorBoard's files: of each tag the first and the latest ones."""
+    """Return the images in TensorBoard's files: the first and the latest ones of each tag."""
     files = sorted((folder / "logs").rglob("events.out.tfevents.*"))
     if not files:
         return {}
@@ -505,11 +507,11 @@ def _read_images(folder: Path, problems: list[str]) -> dict[str, dict[int, bytes
     left_out: set[str] = set()
     for file in files:
         for raw in RawEventFileLoader(str(file)).Load():
-            if _PNG not in raw:  # most are numbers, which metrics.jsonl has too
+            if _PNG not in raw:  # most events are numbers, which metrics.jsonl has too
                 continue
             event = Event.FromString(raw)
             for value in event.summary.value:
-                image = value.image.encoded_image_string  # empty where it is something else
+                image = value.image.encoded_image_string  # empty if the value is not an image
                 if not image.startswith(_PNG) or len(image) < _PNG_HEAD:
                     continue
                 if len(image) > _LARGEST or (value.tag not in images and len(images) == _TAGS):

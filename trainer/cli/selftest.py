@@ -1,9 +1,9 @@
 """The checks that `trainer test` runs in every process, as ``torchrun -m trainer.cli.selftest``.
 
-They train as the configuration asks: sharded, with split layers, by DeepSpeed, compiled. All but
-one compute in full precision, to compare with one process.
-Each check first does everything that is collective, then compares the result with a reference that
-each process computes alone, so a process that finds a difference leaves no other waiting.
+They train as configured: sharded, with split layers, with DeepSpeed, compiled. All but one compute
+in full precision, for comparison with a single process. Each check first does everything that is
+collective, then compares the result with a reference that each process computes alone, so a process
+that finds a difference leaves no other waiting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.module import TrainModule
 from trainer.state import AcceleratorState
 from trainer.trainer import Trainer
 
-SAMPLES, BATCH = 53, 4  # no number of processes divides the batches evenly
+SAMPLES, BATCH = 53, 4  # the batches divide evenly over no number of processes
 
 
 class CheckError(Exception):
@@ -42,7 +42,7 @@ def main() -> int:
     """Run all checks and print a line for each; return 1 on rank 0 if one has failed, else 0."""
     warnings.filterwarnings("ignore", module="torch")
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
-    # Names of layers in the configuration are those of the user's model.
+    # The layer names in the configuration are those of the user's model.
     patched = environment.patch_environment(FSDP_TRANSFORMER_CLS_TO_WRAP="Linear")
     with patched, environment.without("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
         return _run()
@@ -69,10 +69,10 @@ def _run() -> int:
         accelerator.print(f"{name:<14} " + (f"FAILED  {failures}" if failures else f"ok  {detail}"))
         failed += bool(failures)
     if accelerator.is_local_main_process:
-        shutil.rmtree(folder, ignore_errors=True)  # maybe by several machines at once
+        shutil.rmtree(folder, ignore_errors=True)  # maybe on several machines at once
     accelerator.print(f"{failed} of {len(checks)} checks failed." if failed else "All is well.")
     accelerator.wait_for_everyone()
-    return 1 if failed and accelerator.is_main_process else 0  # one process is enough
+    return 1 if failed and accelerator.is_main_process else 0  # one is enough
 
 
 # -- the checks ----------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def accumulation(accelerator: Accelerator, folder: Path) -> str:
         optimizer.zero_grad()
         reference.loss(batch).backward()
         optimizer.step()
-    if accelerator.is_main_process:  # whose disk has the file
+    if accelerator.is_main_process:  # only its disk has the file
         merge_weights(folder / "weights", folder / "whole.safetensors")
         weights = load_weights(folder / "whole.safetensors")
         for name, expected in reference.state_dict().items():
@@ -146,7 +146,7 @@ def checkpoint(accelerator: Accelerator, folder: Path) -> str:
         optimizer.zero_grad()
         accelerator.backward(model(x * torch.rand((), device=x.device)).sum())
         optimizer.step()
-        state = accelerator.get_state_dict(model)  # of sharded models on the main process only
+        state = accelerator.get_state_dict(model)  # if sharded, on the main process only
         values = [value.detach().flatten().cpu() for value in state.values()]
         return torch.cat(values) if values else torch.zeros(0)
 
@@ -172,7 +172,7 @@ def metrics(accelerator: Accelerator, folder: Path) -> str:
 def precision(accelerator: Accelerator, folder: Path) -> str:
     """Training in the configured precision decreases the loss."""
     del accelerator
-    AcceleratorState._reset_state()  # whose precision is another
+    AcceleratorState._reset_state()  # it has another precision
     chosen = environment.read("ACCELERATE_MIXED_PRECISION") or "no"
     module = _Regression()
     options: dict[str, Any] = {"mixed_precision": chosen, "max_epochs": 3}
@@ -199,7 +199,7 @@ CHECKS: dict[str, Callable[[Accelerator, Path], str]] = {
 
 
 def _net() -> nn.Module:
-    """Return a network, of which tensor parallelism splits two layers and fp8 converts one.
+    """Return a network in which tensor parallelism splits two layers and fp8 converts one.
 
     Its weights are the same on every process.
     """

@@ -27,7 +27,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add = made.add_argument
     add("--config_file", "--config-file", metavar="FILE", help="a file of `trainer config`")
     add("--cpu", action="store_true", help="use the CPU even if there is an accelerator")
-    add("files", nargs="*", help=argparse.SUPPRESS)  # of those who mean another command
+    add("files", nargs="*", help=argparse.SUPPRESS)  # for users who mean another command
     what = "processes on all machines together"
     add("--num_processes", "--num-processes", type=count, metavar="N", help=what)
     return made
@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the checks in all processes; return the exit code.
 
     Raises:
-        CommandError: A model's file was given, the configuration file is invalid, or a file in
-            this folder shadows our packages.
+        CommandError: A model file was passed, the configuration file is invalid, or a file in this
+            folder shadows our packages.
     """
     if arguments.files:
         file = arguments.files[0]

@@ -1,4 +1,4 @@
-"""The command `trainer estimate-memory`: the memory that training takes, without using it."""
+"""The command `trainer estimate-memory`: the memory that training needs, without allocating it."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _layouts(arguments: argparse.Namespace) -> list[Layout]:
 def _parts(
     arguments: argparse.Namespace, layouts: Sequence[Layout], settings: dict[str, Any]
 ) -> Iterator[tuple[dict[str, Any], Footprint]]:
-    """Yield the memory of one process in each requested way to share, with what describes it."""
+    """Yield the memory of one process for each requested way of sharding, with its description."""
     from trainer.cli.estimate_memory import footprint, sharding
 
     if arguments.shards or not layouts:
@@ -251,7 +251,7 @@ def _pair(text: str) -> tuple[str, Any]:
         read = yaml.safe_load(value)
     except yaml.YAMLError:
         raise argparse.ArgumentTypeError(f"{value!r}, of {name}, cannot be read as YAML") from None
-    if isinstance(read, str):  # to YAML 1e-3 is a text, 1.0e-3 a number
+    if isinstance(read, str):  # YAML reads 1e-3 as text, 1.0e-3 as a number
         with suppress(ValueError):
             read = float(read)
     return name, read
@@ -343,7 +343,7 @@ def _of_library(name: str, init: dict[str, Any], *, trust: bool) -> nn.Module:
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             lookup.set_exception(error)
 
-    # In a thread, since offline the library tries for minutes.
+    # In a thread, since without a network the library retries for minutes.
     threading.Thread(target=look_up, daemon=True).start()
     try:
         config = lookup.result(_PATIENCE)
@@ -372,7 +372,7 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
             for attribute, value in vars(torch.optim).items()
             if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
         }
-        # LBFGS and SparseAdam take no step on dense gradients alone.
+        # LBFGS and SparseAdam cannot step on dense gradients alone.
         choices = sorted(classes.keys() - {"lbfgs", "sparseadam", "optimizer"})
         if name.lower() not in choices:
             hint = f"Pass a custom optimizer as {_OWN}."
@@ -384,7 +384,7 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
 
 
 def _attempt(model: str, work: Callable[[], Any]) -> Any:
-    # It would print the traceback of the error below.
+    # Otherwise it prints the traceback of the error below.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         return work()

@@ -1,10 +1,10 @@
-"""The memory that training a module takes, found without using it.
+"""The memory that training a module needs, computed without allocating it.
 
 The module is created on the meta device, where tensors have shapes and dtypes, but no data. The
-parts of several processes follow ZeRO (Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations
-Toward Training Trillion Parameter Models", SC 2020, section 5): each of N processes keeps an N-th
-of the optimizer's state (stage 1), also of the gradients (stage 2), also of the parameters
-(stage 3), and all of the rest.
+division over several processes follows ZeRO (Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5): each of N processes
+keeps 1/N of the optimizer's state (stage 1 and above), of the gradients (stage 2 and above) and of
+the parameters (stage 3), and all of the rest.
 """
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ class Footprint:
 
     Attributes:
         parameters: Each counted once, however many names it has.
-        gradients: Of the trained parameters.
-        optimizer: Its state after a step.
+        gradients: The gradients of the trained parameters.
+        optimizer: The optimizer's state after a step.
         buffers: Each counted once; every process keeps all of them.
-        gathered: Parameters of which this process has a part, gathered for a pass; see
+        gathered: Sharded parameters while they are gathered for a pass; see
             `trainer.cli.estimate_memory.sharding`.
-        activations: What the forward pass keeps for the backward pass; None without an input.
+        activations: Tensors that the forward pass keeps for the backward pass; None without an
+            input.
     """
 
     parameters: int
@@ -86,11 +87,11 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """The sum of all that is known."""
+        """The sum of all known values."""
         return sum(value for value in vars(self).values() if value is not None)
 
     def sharded(self, stage: int, processes: int) -> Footprint:
-        """Return the part of one of several processes, by a stage of ZeRO from 1 to 3."""
+        """Return the footprint of one of several processes with ZeRO, by stage from 1 to 3."""
         return replace(
             self,
             optimizer=-(-self.optimizer // processes),
@@ -107,7 +108,7 @@ def measure(
     inputs: Sequence[Input] = (),
     batch: int = 1,
 ) -> Footprint:
-    """Return the memory that training a module takes on one process.
+    """Return the memory that training a module needs on one process.
 
     Args:
         make: Creates the module; called with the meta device as the default.
@@ -118,7 +119,7 @@ def measure(
 
     Raises:
         CommandError: The optimizer rejects the parameters, or cannot step on them.
-        Exception: Whatever the module raises, for example if it reads a tensor's value.
+        Exception: Any error of the module, for example if it reads a tensor's value.
     """
     weights, computed = PRECISIONS[precision]
     module = in_precision(make, precision)
@@ -136,7 +137,7 @@ def measure(
 
 
 def in_precision(make: Callable[[], nn.Module], precision: str) -> nn.Module:
-    """Return a module on the meta device, in training, as a key of `PRECISIONS` computes."""
+    """Return a module on the meta device, in training mode, converted to a key of `PRECISIONS`."""
     with torch.device("meta"):
         module = make().to(PRECISIONS[precision][0]).train()
     if precision == "fp8":
@@ -185,8 +186,8 @@ def _kept_without_data(
 ) -> int:
     """Return what `kept_for_backward` returns, for a module on the meta device.
 
-    It runs on fake CPU tensors, since meta tensors take other kernels, with which attention would
-    keep its whole matrix.
+    It runs on fake CPU tensors, since meta tensors use other attention kernels, which keep the
+    whole attention matrix.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -225,9 +226,9 @@ def kept_for_backward(
     held: Callable[[], Iterable[torch.Tensor]],
     computed: torch.dtype | None,
 ) -> int:
-    """Return the bytes that a forward pass keeps, apart from those of some tensors.
+    """Return the bytes that a forward pass keeps for backward, except for those of `held`.
 
-    oneDNN is disabled: fake tensors do not know what its LSTM keeps, and would count nothing.
+    oneDNN is disabled, since fake tensors cannot count the memory that its LSTM keeps.
 
     Args:
         forward: The forward pass.
@@ -269,12 +270,12 @@ def optimizer_state(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     prepare: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
 ) -> int:
-    """Return the bytes of an optimizer's state after a step, which is free without data.
+    """Return the bytes of an optimizer's state after a step, which is simulated without data.
 
     Args:
         parameters: Tensors without data: of the meta device, or fake.
         make_optimizer: Creates the optimizer.
-        prepare: What an engine does with it then.
+        prepare: The engine's preparation of the optimizer.
 
     Raises:
         CommandError: The optimizer rejects the parameters, or cannot step on them.
@@ -302,10 +303,10 @@ def optimizer_state(
 
 
 class _AnyValue(TorchDispatchMode):
-    """Inside, reading the value of a tensor without data returns 1.
+    """In this mode, reading the value of a tensor without data returns 1.
 
-    Some optimizers read the norm of a parameter, or their own count of steps: these affect how far
-    a step goes, not how large the state is.
+    Some optimizers read the norm of a parameter, or their own count of steps: these affect the size
+    of the step, not the size of the state.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
-"""The memory of one process of many, whose part of the model the engine itself lays out.
+"""The memory of one process of many, with the model sharded by the real engine.
 
-Torch's ``fake`` backend stands for the other processes: a collective returns at once, without
-values of others. Fake tensors have shapes and a device, but no data. So a model of any size is
-sharded, run and stepped in one process as on a cluster.
+Torch's ``fake`` backend simulates the other processes: a collective returns at once, without their
+values. Fake tensors have shapes and a device, but no data. So one process can shard, run and step a
+model of any size, as on a cluster.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Layout:
         shard: Processes that share one replica (FSDP).
         tp: Processes that share each layer (tensor parallel).
         replicate: Replicas of the model.
-        wrap: The classes of the submodules that gather their parameters by themselves; None takes
-            the model's ``_no_split_modules``.
+        wrap: The classes of the submodules that gather their parameters separately; None takes the
+            model's ``_no_split_modules``.
         activation_checkpointing: Whether these submodules recompute their activations in backward.
     """
 
@@ -95,14 +95,14 @@ class Layout:
 
 
 class Forward(TrainModule):
-    """Calls a module's ``forward`` as its training step, around which the engine gathers."""
+    """Calls a module's ``forward`` as its training step, so that the engine gathers around it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.wrapped = module
 
     def training_step(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:  # type: ignore[override]  # not of a batch
-        """Call the module; what it returns is not used."""
+        """Call the module; its result is not used."""
         self.wrapped(*arguments, **keywords)
 
 
@@ -137,18 +137,18 @@ def give_fake_tensors(module: nn.Module, fake: Any) -> None:
 
 @contextmanager
 def fake_group(rank: int, processes: int) -> Iterator[None]:
-    """Make this process one of many, of which the others do not exist, inside the block."""
+    """Inside the block, make this process one of many; the others are simulated."""
     shared = PartialState._shared_state
     before = dict(shared)
     shared.clear()
     register_fake_collectives()
     dist.init_process_group("fake", rank=rank, world_size=processes)
     try:
-        with patch_environment(OMP_NUM_THREADS="1"):  # no other process needs a core
+        with patch_environment(OMP_NUM_THREADS="1"):  # no other process uses a core
             PartialState(cpu=True)
         yield
     finally:
-        clear_sharding_cache()  # which holds the process groups of equal meshes
+        clear_sharding_cache()  # it holds the process groups of equal meshes
         dist.destroy_process_group()
         shared.clear()
         shared.update(before)
@@ -164,7 +164,7 @@ def measure(
     batch: int = 1,
     rank: int = 0,
 ) -> Footprint:
-    """Return the memory that training a module takes on one of several processes.
+    """Return the memory that training a module needs on one of several processes.
 
     Args:
         make: Creates the module; called with the meta device as the default.
@@ -173,12 +173,12 @@ def measure(
         make_optimizer: Creates an optimizer of a list of parameters.
         inputs: The arguments of ``forward``; without any, activations are unknown.
         batch: Samples in each input, on this process.
-        rank: Which process. The first one has the most: parameters are cut into equal parts, the
-            last of which are shorter.
+        rank: The rank of the process. Rank 0 needs the most, since parameters are split into equal
+            parts, of which the last ones are shorter.
 
     Raises:
         CommandError: The optimizer rejects the parameters, or cannot step on them.
-        Exception: Whatever the module or the engine raises.
+        Exception: Any error of the module or the engine.
     """
     weights, computed = PRECISIONS[precision]
     fake = fake_tensors()
@@ -211,13 +211,14 @@ def measure(
 def _gathered(module: nn.Module) -> int:
     """Return the bytes of the parameters that are gathered at once.
 
-    These are the root's own, and those of two units: the next one is gathered while one runs.
+    These are the root's own parameters and those of two units, since the next unit is gathered
+    while one runs.
     """
     sizes = []
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.unshard()
-            sizes.append(bytes_of(set(own_parameters(unit))))  # tied ones once
+            sizes.append(bytes_of(set(own_parameters(unit))))  # tied parameters count once
             unit.reshard()
     root, *others = sizes
     return root + sum(sorted(others)[-2:])

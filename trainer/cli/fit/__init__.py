@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _METHODS = {"fit": "fit", "validate": "validate", "test-model": "test", "predict": "predict"}
 _PACKAGES = Path(__file__).parents[3]
 _OURS = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
-_LIBRARIES = ("contextlib", "jsonargparse", "torch")  # whose frames may lie between ours
+_LIBRARIES = ("contextlib", "jsonargparse", "torch")  # whose frames may be between ours
 _OPTIONS = {  # patterns of arguments in messages, and the options for them
     r"\bfit\(ckpt_path='(\w+)'\)": r"--ckpt_path \1",
     r"\bckpt_path='(\w+)'": r"--ckpt_path \1",
@@ -50,9 +50,9 @@ _REPORTED = (ArithmeticError, ImportError, OSError, RuntimeError, TypeError, Val
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of one of the commands.
 
-    It only collects the words: which options exist depends on the classes that they name.
+    It only collects the words, since the valid options depend on the classes that they name.
     """
-    # No word can begin with this character, so options and --help are collected too.
+    # No argument can begin with this character, so options and --help are collected too.
     made = Parser(prog=prog, prefix_chars="\0", add_help=False)
     made.add_argument("words", nargs="*", metavar="CONFIG.yaml | --KEY=VALUE")
     made.set_defaults(stage=prog.split()[-1], prog=prog)
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         CommandError: The configuration is invalid, or no run can be created from it.
-        SystemExit: Help or the configuration was printed; the run was saved and ended
-            (`Preempted`); or the user's code failed, with the traceback as the message.
+        SystemExit: Help or the configuration was printed; or the run was saved and ended
+            (`Preempted`); or the user's code failed, in which case the message is the traceback.
     """
     import_from_here()
     try:
@@ -94,8 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         if _is_ours(error):
             code = 2 if made is None else 1
             raise CommandError(_on_the_command_line(str(error)), code) from None
-        # Not raised as it is, since the caller takes a missing file for wrong usage. Python prints
-        # the message of an exit; `trainer launch` prints it once for all processes.
+        # Not re-raised, since the caller treats a missing file as wrong usage. Python prints the
+        # message of an exit; `trainer launch` prints it once for all processes.
         shortened = _without_our_way(error.__traceback__)
         raise SystemExit(
             "".join(traceback.format_exception(type(error), error, shortened))
@@ -121,7 +121,7 @@ def _work(stage: str, made: Made) -> None:
 
 
 def _on_the_command_line(text: str) -> str:
-    """Return the text of an error with the options for the arguments that it names."""
+    """Return the text of an error, with command-line options instead of argument names."""
     for pattern, option in _OPTIONS.items():
         text = re.sub(pattern, option, text)
     hints = [hint for words, hint in _HINTS.items() if any(word in text for word in words)]
@@ -135,13 +135,13 @@ def _is_ours(error: Exception) -> bool:
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     libraries = (str(sys.modules[name].__file__).removesuffix("__init__.py") for name in _LIBRARIES)
-    prefixes = (*_OURS, *libraries, "<string>")  # the last: of generated methods
+    prefixes = (*_OURS, *libraries, "<string>")  # the last prefix is for generated methods
     others = [file for file in files if not file.startswith(prefixes)]
     return isinstance(error, _REPORTED) and not others and files[-1].startswith(_OURS)
 
 
 def _without_our_way(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from where the command line called the Trainer or the user's class."""
+    """Return the traceback, starting at the call of the Trainer or of the user's class."""
     at: Any = frames
     skipped = (str(Path(__file__).parents[1]), "jsonargparse")
     while at is not None and any(part in at.tb_frame.f_code.co_filename for part in skipped):

@@ -87,7 +87,7 @@ exit codes:
 
 
 class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows types and defaults of the options, and leaves the description as it is written."""
+    """Shows types and defaults of the options, and does not reformat the description."""
 
 
 @dataclass(kw_only=True)
@@ -111,14 +111,14 @@ class ConfiguredLine:
     """A command line with configuration files.
 
     Args:
-        prog: What the user typed: ``"trainer fit"``.
+        prog: The command as typed, such as ``"trainer fit"``.
         stage: The command.
     """
 
     def __init__(self, prog: str, stage: str) -> None:
         self._prog, self._stage = prog, stage
         self._words: list[str] = []
-        set_parsing_settings(subclasses_enabled=[KwargsHandler])  # else for no dataclass
+        set_parsing_settings(subclasses_enabled=[KwargsHandler])  # otherwise not for dataclasses
 
     def _make_parser(self, links: Mapping[str, str]) -> ArgumentParser:
         parser = ArgumentParser(
@@ -142,7 +142,7 @@ class ConfiguredLine:
         for target, source in links.items():
             part, _, name = source.partition(".")
             try:
-                if _is_attribute(source):  # by a function, since a missing one would be ignored
+                if _is_attribute(source):  # by function: the parser ignores a missing one
                     get = _getter(name, f"links: {target}: {source}")
                     parser.link_arguments(part, target, get, apply_on="instantiate")
                 else:
@@ -152,22 +152,22 @@ class ConfiguredLine:
         return parser
 
     def parse(self, words: Sequence[str]) -> Namespace:
-        """Return the configuration given by the words of a command line.
+        """Return the configuration given by the arguments of a command line.
 
         Raises:
-            CommandError: The words do not match the classes that they name.
+            CommandError: The arguments do not match the classes that they name.
             SystemExit: ``--help`` or ``--print_config`` was given.
         """
         self._words = _files_first(words)
         links = _links_in(_files(self._words))
         self._parser = self._make_parser(links)
-        # For an evaluation, the checkpoint may have arguments that are missing here.
+        # For an evaluation, the checkpoint may supply arguments that are missing here.
         config = self._parsed(_skip_validation=self._stage != "fit")
         if (config.links or {}) != links:
             raise CommandError("links must be in a configuration file; they cannot be options.", 2)
         for target, source in links.items() if config.model else ():
             for key in (target,) if _is_attribute(source) else (target, source):
-                if key not in config:  # which jsonargparse ignores
+                if key not in config:  # jsonargparse would ignore it
                     raise CommandError(f"links: {target}: {source}: there is no {key}.", code=2)
         return config
 
@@ -185,9 +185,10 @@ class ConfiguredLine:
         """Create the objects of a configuration.
 
         Raises:
-            Exception: Whatever their classes raise.
+            Exception: Any error of their classes.
         """
-        # By its own parser: one with links needs the module and the data, which are made later.
+        # With a separate parser: a parser with links needs the module and the data, which are
+        # created later.
         part = _add_trainer(ArgumentParser()).instantiate(
             Namespace(trainer=config.trainer), instantiate_groups=False
         )
@@ -200,19 +201,19 @@ class ConfiguredLine:
         try:
             made = self._parser.instantiate(rest, instantiate_groups=False)
         except ValueError as error:
-            if isinstance(error.__cause__, CommandError):  # of a link's function
+            if isinstance(error.__cause__, CommandError):  # raised by a link's function
                 raise error.__cause__ from None
             raise
         return Made(trainer=trainer, module=made.model, data=made.data, ckpt_path=config.ckpt_path)
 
     def _complete(self, config: Namespace, trainer: Trainer) -> Namespace:
-        """Return the configuration with the module's arguments in the checkpoint; collective.
+        """Return the configuration, with the module's arguments from the checkpoint; collective.
 
-        Values that equal the configuration's are left out: it may have them in another type.
+        Values equal to the configuration's are left out, since it may have them in another type.
 
         Raises:
-            CommandError: A value of the checkpoint, which may be anybody's, names a class or a
-                function to the parser.
+            CommandError: A value in the checkpoint, which may be untrusted, names a class or a
+                function.
         """
         folders = trainer._context.folders
         chosen = folders.choose(folders.given(config.ckpt_path))
@@ -236,7 +237,7 @@ class ConfiguredLine:
     def _callbacks(self, settings: dict[str, Any], config: Namespace) -> list[Callback]:
         callbacks = settings["callbacks"] or []
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
-        if settings["fast_dev_run"] or settings["barebones"]:  # which write no files
+        if settings["fast_dev_run"] or settings["barebones"]:  # these write no files
             return callbacks
         if self._stage == "fit":
             callbacks.append(SavedConfiguration(self._parser.dump(config).rstrip() + "\n"))
@@ -253,10 +254,11 @@ def _add_trainer(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _links_in(files: Sequence[str]) -> dict[str, str]:
-    """Return the links in configuration files; the parser needs them before it reads the files.
+    """Return the links in configuration files; the parser needs links before it reads the files.
 
     Raises:
-        CommandError: A file is not YAML, or has no sections; the parser would not name it.
+        CommandError: A file is not YAML or has no sections; the parser's own error would not name
+            the file.
     """
     links: dict[str, str] = {}
     for file in files:
@@ -264,7 +266,7 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
             raise CommandError(f"{file} is a script: use `trainer launch {file}`.", code=2)
         try:
             content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except OSError:  # an error once the parser reads it
+        except OSError:  # the parser reports it later
             continue
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             what = str(error).replace("<unicode string>", file)
@@ -274,12 +276,12 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
             raise CommandError(f"{file} {what}: write `trainer:`, `model:` and `data:`.", code=2)
         found = content.get("links")
         if isinstance(found, dict) and all(isinstance(target, str) for target in found.values()):
-            links = found  # as of any dict, the last file's
+            links = found  # the last file's replaces the others, as for any dict
     return links
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether the parser has found no class and no function in a value."""
+    """Return whether a parsed value contains no class and no function."""
     if isinstance(value, dict):
         return all(map(_is_data, value.values()))
     if isinstance(value, (list, tuple, set)):
@@ -288,13 +290,13 @@ def _is_data(value: Any) -> bool:
 
 
 def _is_attribute(source: str) -> bool:
-    """Return whether the source of a link is an attribute of the module or the data once made."""
+    """Return whether a link's source is an attribute of the created module or data."""
     part, _, name = source.partition(".")
     return part in ("model", "data") and bool(name) and not name.startswith("init_args.")
 
 
 def _getter(name: str, link: str) -> Callable[[Any], Any]:
-    """Return a function that gets an attribute; one that is missing is an error of the link."""
+    """Return a function that gets an attribute, or raises an error about the link if missing."""
 
     def get(made: Any) -> Any:
         try:
@@ -306,7 +308,7 @@ def _getter(name: str, link: str) -> Callable[[Any], Any]:
 
 
 def _files_first(words: Sequence[str]) -> list[str]:
-    """Return the words with files before options, since a later word overrides an earlier one."""
+    """Return the arguments with files before options, since later ones override earlier ones."""
     files: list[str] = []
     options: list[str] = []
     left = list(words)
@@ -322,19 +324,19 @@ def _files_first(words: Sequence[str]) -> list[str]:
 
 
 def _files(words: Sequence[str]) -> list[str]:
-    """Return the configuration files among the words, each given by ``--config``."""
+    """Return the configuration files among the arguments, each passed with ``--config``."""
     separate = [file for option, file in pairwise(words) if option == "--config"]
     return separate + [word[len("--config=") :] for word in words if word.startswith("--config=")]
 
 
 def _check(config: Namespace) -> None:
-    """Raise if a section names no class of the user's, or a value is the mask of a secret.
+    """Raise if a section has no class path, or a value is the mask of a redacted secret.
 
-    Without a class path the parser takes the base class. A mask comes from the ``config.yaml`` of
-    another run.
+    Without a class path the parser would use the base class. A mask comes from the ``config.yaml``
+    of another run.
 
     Raises:
-        CommandError: A section has no class path, or a secret is missing.
+        CommandError: A section has no class path, or a secret is masked.
     """
     for section, base in BASES.items():
         if (described := config.get(section)) and described.class_path == base:

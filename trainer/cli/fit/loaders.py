@@ -1,7 +1,7 @@
 """Loaders described by a configuration file, for data without a `DataModule`."""
 
-# The annotations are bare classes: for ``Dataset[Any]``, jsonargparse accepts the arguments of
-# ``Dataset`` itself only, not those of its subclasses.
+# The annotations are unparametrised. For ``Dataset[Any]``, jsonargparse only accepts arguments of
+# ``Dataset`` itself, not those of its subclasses.
 # mypy: disable-error-code="type-arg"
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ class Loaders(DataModule):
     ) -> None:
         given = {"train": train, "val": val, "test": test, "predict": predict}
         for stage, loaders in given.items():
-            if loaders is not None:  # a method of the class would promise loaders for all stages
+            if loaders is not None:  # a method of the class would imply loaders for all stages
                 setattr(self, f"{stage}_dataloader", partial(_itself, loaders))

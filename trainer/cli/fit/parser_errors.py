@@ -1,6 +1,6 @@
-"""One line for each error of the parser that has a known cause; the parser's own text for others.
+"""One line for each parser error with a known cause; the parser's own text for others.
 
-jsonargparse lists every type that a value could have had, of which the user meant one.
+jsonargparse lists every type that a value could have, although the user meant only one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CLASSES: dict[str, type] = {
     "trainer.callbacks": Callback,
     "trainer.kwargs_handlers": KwargsHandler,
 }
-# How the parser begins its errors about keys that no part of the configuration has.
+# The beginnings of the parser's errors about unknown keys.
 _REJECTED = re.compile(
     r"(?:Group '(.+?)' does not accept option|Option|unrecognized arguments:) '?(?:--)?([\w.]+)"
 )
@@ -48,10 +48,10 @@ _GIVEN = re.compile(r"Given value: (.+)")
 
 
 def explain(error: str, options: Collection[str]) -> str:
-    """Return the text of an error of the parser, shorter and with the nearest valid name.
+    """Shorten the text of a parser error, and add the nearest valid name.
 
     Args:
-        error: The text of the parser.
+        error: The parser's text.
         options: The keys of the whole configuration.
     """
     if rejected := _REJECTED.match(error):
@@ -78,7 +78,7 @@ def _explain_key(error: str, group: str | None, name: str, options: Collection[s
     if group in _SECTIONS and first in _SECTIONS:
         return _misplaced(first, group)
     prefix, _, last = ".".join(filter(None, (group, name))).rpartition(".")
-    # Without the prefix, which would make any two options of a group look alike.
+    # Compare without the prefix, which would make all options of a group look similar.
     tails = [option.rpartition(".") for option in options]
     within = [tail for start, _, tail in tails if start == prefix]
     near = [f"{prefix}.{tail}".lstrip(".") for tail in get_close_matches(last, within, 1)]
@@ -93,9 +93,9 @@ def _misplaced(name: str, section: str) -> str:
 def _explain_class(key: str, problem: re.Match[str], given: re.Match[str] | None) -> str:
     path, argument, what = problem["path"], problem["argument"], problem["what"]
     option = _NO_OPTION.match(what)
-    if option and path == BASES.get(key):  # the parser's choice where it does not accept the keys
+    if option and path == BASES.get(key):  # chosen by the parser if it rejects the keys
         name = option[1].split(".")[0]
-        if name == "class_path" and given:  # which the base class has not; another key is wrong
+        if name == "class_path" and given:  # an artefact of the base class; another key is wrong
             name = next((each for each in _keys(given[1]) if each not in _OF_A_CLASS), name)
         if name in _SECTIONS:
             return _misplaced(name, key)
@@ -106,7 +106,7 @@ def _explain_class(key: str, problem: re.Match[str], given: re.Match[str] | None
         )
     hint = ""
     if option:
-        made = locate(path)  # which the parser has imported
+        made = locate(path)  # already imported by the parser
         hint = _near(option[1], [*inspect.signature(made).parameters]) if callable(made) else ""
     elif missing := _NO_ATTRIBUTE.match(what):
         names = [
@@ -130,7 +130,7 @@ def _is_class(value: object) -> bool:
 
 
 def _keys(text: str) -> list[Any]:
-    with suppress(ValueError, SyntaxError):  # a value has no literal
+    with suppress(ValueError, SyntaxError):  # the value is not a literal
         if isinstance(value := ast.literal_eval(text), dict):
             return list(value)
     return []

@@ -1,4 +1,4 @@
-"""The command `trainer migrate`: what of a program for another library will not carry over."""
+"""The command `trainer migrate`: find the parts of another library's program that need changes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trainer.errors import CheckpointError
 IMPORTS = "import lines and class paths are Lightning's or Accelerate's: pass --write"
 """The cause of what `--write` changes."""
 _YAML = (".yaml", ".yml")
-_SHOWN = 3  # places of a cause
+_SHOWN = 3  # number of places shown for a cause
 
 
 class Finding(NamedTuple):
-    """One thing that will not carry over.
+    """Code that will not work unchanged.
 
     Attributes:
-        line: Its line.
-        text: What it is, and what to do.
-        cause: The same without the names of its place, which other findings share.
+        line: The line number.
+        text: A description, and what to do.
+        cause: The text without names specific to this place, shared with other findings.
     """
 
     line: int
@@ -65,10 +65,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List what will not carry over, or convert a checkpoint.
+    """List code that will not work unchanged, or convert a checkpoint.
 
     Returns:
-        0 if there is nothing, else 1.
+        0 if there are no findings, else 1.
 
     Raises:
         CommandError: A file is neither Python nor a checkpoint, or libcst is not installed.
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in files:
         try:
             findings += [(path, finding) for finding in _migrate(path, arguments)]
-        except CommandError as error:  # the others are examined all the same
+        except CommandError as error:  # the other files are examined all the same
             unread[str(error)] = None
     if arguments.all or not any(path.is_dir() for path in arguments.files):
         for path, finding in findings:
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _echo_causes(findings: Sequence[tuple[Path, Finding]]) -> None:
-    """Show each cause with its number of findings and its first places, the most frequent first."""
+    """Show each cause with its number of findings and first places, most frequent first."""
     places: dict[str, list[str]] = defaultdict(list)
     for path, finding in findings:
         places[finding.cause].append(f"{path}:{finding.line}")
@@ -113,10 +113,10 @@ def _echo_causes(findings: Sequence[tuple[Path, Finding]]) -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the programs and configurations of a folder; a file stands for itself.
+    """Return the programs and configurations in a folder, or the file itself.
 
     Raises:
-        CommandError: There are none.
+        CommandError: There are no such files.
     """
     if not path.is_dir():
         return [path]
@@ -197,7 +197,7 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> list[Finding]:
     if (changed := program.bytes) != text:
         try:
             with catch_warnings():
-                simplefilter("ignore")  # of the program
+                simplefilter("ignore")  # warnings of the program
                 compile(changed, path, "exec", dont_inherit=True)
         except SyntaxError as error:
             raise CommandError(

@@ -1,4 +1,4 @@
-"""What of a program will not carry over, found by libcst, which resolves the imported names."""
+"""Find code that will not work unchanged, with libcst, which resolves imported names."""
 
 from __future__ import annotations
 
@@ -62,26 +62,26 @@ _KINDS = (
     ("logger", Logger),
 )
 _OF_TRANSFORMERS = {"TrainerCallback": "callback", "Trainer": "trainer"}
-# An attribute that is true on one process alone: the methods that all processes call together.
+# For attributes that are true on one process only: the methods that all processes must call.
 _ON_ONE = {
     "is_main_process": ACCELERATE_CALLS,
     "is_local_main_process": ACCELERATE_CALLS,
     "is_global_zero": LIGHTNING_CALLS,
 }
 _STEPS = ("training", "validation", "test", "predict")
-_OF_MODULES = {"training_step", "train_dataloader"}  # by which a class is known
+_OF_MODULES = {"training_step", "train_dataloader"}  # which identify a class
 _EVALUATIONS = ("validate", "test", "predict")
 _OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
 _CHECKPOINTS = ("best_model_path", "last_model_path")
 
 
 def find(module: cst.Module, path: Path, *, imports: bool) -> list[Finding]:
-    """Return what of a program will not carry over, in the order of its lines.
+    """Return the findings in a program, by line.
 
     Args:
         module: The program.
         path: Its file.
-        imports: Whether import lines that `--write` would change are findings too.
+        imports: Whether import lines that `--write` would change are also findings.
     """
     finder = _Finder(path, imports)
     program = MetadataWrapper(module)
@@ -96,7 +96,7 @@ def find(module: cst.Module, path: Path, *, imports: bool) -> list[Finding]:
 
 
 class _Base(NamedTuple):
-    """What a class of the program inherits from: the kind for `refused_hooks`, and our classes."""
+    """The bases of a class of the program: its kind for `refused_hooks`, and our base classes."""
 
     kind: str
     classes: tuple[type, ...]
@@ -106,10 +106,10 @@ class _Scope(NamedTuple):
     """A class or function of the program.
 
     Attributes:
-        kind: Of the class that it is or is in; None for one that is none of ours.
+        kind: The kind of this class or of the enclosing one; None if it is not based on ours.
         trainers: The parameters that are Trainers.
-        native: Whether the class is a TrainModule, and not Lightning's.
-        checkpoint: The name of the checkpoint's dict in a hook that gets it.
+        native: Whether the class is a TrainModule rather than Lightning's module.
+        checkpoint: In a hook that receives the checkpoint's dict, the name of that argument.
     """
 
     kind: str | None
@@ -122,7 +122,7 @@ class _Finder(cst.CSTVisitor):
     """Collects findings.
 
     Attributes:
-        findings: What will not carry over.
+        findings: The findings so far.
         is_known: Whether the program imports anything of another library, or of ours.
     """
 
@@ -132,16 +132,16 @@ class _Finder(cst.CSTVisitor):
         super().__init__()
         self.findings: list[Finding] = []
         self.is_known = False
-        self._of_lightning = False  # whether it imports anything of Lightning
+        self._of_lightning = False  # whether it imports anything from Lightning
         self._path = path
         self._imports = imports
-        self._classes: dict[str, _Base] = {}  # of the program, by their qualified name
-        self._trainers: set[str] = set()  # what holds a Trainer
-        self._objects: dict[str, str] = {}  # what holds an object of a library, and its class
-        self._paths: set[str] = set()  # what holds the path of a checkpoint
-        self._loaded: set[str] = set()  # what holds the content of one
-        self._scopes = [_Scope(None, frozenset())]  # of the classes and functions around
-        self._native: set[str] = set()  # of these, what holds one of trainer.Trainer
+        self._classes: dict[str, _Base] = {}  # by qualified name
+        self._trainers: set[str] = set()  # names of variables that hold a Trainer
+        self._objects: dict[str, str] = {}  # class of a library's object, by variable
+        self._paths: set[str] = set()  # variables with the path of a checkpoint
+        self._loaded: set[str] = set()  # variables with a checkpoint's content
+        self._scopes = [_Scope(None, frozenset())]  # the enclosing classes and functions
+        self._native: set[str] = set()  # subset of `_trainers`: trainer.Trainer
         self._one: list[tuple[cst.CSTNode, str, Mapping[str, str]]] = []  # blocks of one process
 
     def _add(self, node: cst.CSTNode, text: str, cause: str | None = None) -> None:
@@ -183,7 +183,7 @@ class _Finder(cst.CSTVisitor):
         self._check(alias, path)
 
     def _check(self, node: cst.CSTNode, path: str) -> None:
-        """List a module, or a name in one, that is not here."""
+        """Add a finding for a module, or a name in one, that does not exist here."""
         owner, _, name = path.rpartition(".")
         if owner.partition(".")[0] == "transformers":
             if instead := HUGGING_FACE_NAMES.get(name):
@@ -229,14 +229,14 @@ class _Finder(cst.CSTVisitor):
             )
 
     def _is_loaded(self, node: cst.BaseExpression) -> bool:
-        """Return whether a value is what ``torch.load`` reads, of no file of another library."""
+        """Return whether a value is ``torch.load``'s result, except for other libraries' files."""
         if not self._of_lightning or not isinstance(node, cst.Call):
             return dotted(node) in self._loaded
         if path_of(self, node.func) != "torch.load" or not node.args:
             return False
         file = literal(node.args[0].value)
         of_others = isinstance(file, str) and not file.endswith(".ckpt")
-        return not of_others and self._reads_file("torch.load", node) is None  # which is listed
+        return not of_others and self._reads_file("torch.load", node) is None  # else listed
 
     def _is_trainer(self, owner: str) -> bool:
         if owner == "self.trainer":
@@ -270,7 +270,7 @@ class _Finder(cst.CSTVisitor):
                 self._see_library(base_class.value, "module or data module")
 
     def _see_parameters(self, owner: cst.ClassDef, method: cst.FunctionDef) -> None:
-        """List parameters of steps and hooks of Lightning 1."""
+        """Add findings for parameters of Lightning 1's steps and hooks."""
         name = method.name.value
         for parameter in method.params.params:
             argument = parameter.name.value
@@ -288,7 +288,7 @@ class _Finder(cst.CSTVisitor):
             )
 
     def _see_library(self, node: cst.BaseExpression, use: str) -> None:
-        """List a class of a library, which inherits Lightning's own."""
+        """Add a finding for a library's class that inherits from Lightning."""
         called = node.func if isinstance(node, cst.Call) else node
         path = path_of(self, called) or self._objects.get(dotted(node), "")
         is_class = any(part[:1].isupper() for part in path.split(".")[-2:])
@@ -366,7 +366,7 @@ class _Finder(cst.CSTVisitor):
             self._see_method(node, node.func, keywords)
 
     def _reads_file(self, path: str, node: cst.Call) -> str | None:
-        """Return the name in the table of a call that takes the path of a checkpoint for a file."""
+        """Return the table's name of a call that treats a checkpoint's path as a file."""
         names = (path, dotted(node.func), dotted(node.func).rpartition(".")[2])
         name = next((call for call in names if call in CHECKPOINT_CALLS), None)
         return name if node.args and self._is_path(node.args[0].value) else None
@@ -385,7 +385,7 @@ class _Finder(cst.CSTVisitor):
                 self._add(keywords[name], problem)
 
     def _see_values(self, keywords: dict[str, cst.Arg]) -> None:
-        """List values that `trainer.lightning`'s Trainer does not take."""
+        """Add findings for values that `trainer.lightning`'s Trainer does not support."""
         values = {name: literal(argument.value) for name, argument in keywords.items()}
         for name, check in WRONG_VALUES.items():
             if values.get(name, ...) is not ... and (wrong := check(values)) is not None:
@@ -395,10 +395,10 @@ class _Finder(cst.CSTVisitor):
             self._add(keywords["plugins"], refusals["plugins"])
 
     def _see_arguments(self, made: type, path: str, keywords: dict[str, cst.Arg]) -> None:
-        """List arguments that a class of ours does not take."""
+        """Add findings for arguments that a class of ours does not support."""
         try:
             takes = signature(made).parameters
-        except ValueError:  # an exception or another class that is built in
+        except ValueError:  # a built-in class, such as an exception
             return
         if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values()):
             return
@@ -458,7 +458,7 @@ class _Finder(cst.CSTVisitor):
             if made is not None and issubclass(made, Trainer):
                 inner.add(parameter.name.value)
             elif annotation is None and parameter.name.value == "trainer" and kind is not None:
-                inner.add("trainer")  # of a callback's hook
+                inner.add("trainer")  # in a callback's hook
             else:
                 inner.discard(parameter.name.value)
         if kind in ("module", "callback") and node.name.value in _OF_CHECKPOINTS:
@@ -494,15 +494,15 @@ def _of_lightning(base: _Base) -> bool:
 
 
 class _SecondFits(cst.CSTVisitor):
-    """Collects the calls of ``fit`` that follow another one of the same `trainer.Trainer`."""
+    """Collects the calls of ``fit`` after the first one of the same `trainer.Trainer`."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, ParentNodeProvider)
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[cst.CSTNode, str]] = []
-        self._made: dict[str, set[cst.CSTNode]] = {}  # a Trainer's name: the loops around it
-        self._fitted: set[tuple[str, cst.CSTNode]] = set()  # its name and a block that fits it
+        self._made: dict[str, set[cst.CSTNode]] = {}  # Trainer's name: enclosing loops
+        self._fitted: set[tuple[str, cst.CSTNode]] = set()  # its name, and a block that calls fit
 
     def visit_Assign(self, node: cst.Assign) -> None:
         if not isinstance(node.value, cst.Call):

@@ -1,4 +1,4 @@
-"""The packages whose programs are read, and where their names are here."""
+"""The packages that are migrated, and the new places of their names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_LIBRARIES = ("callbacks", "torch", "trackers", "trainer", "transformers")
 
 
 def moved(path: str) -> str:
-    """Return the new path of a module, or of a name in one."""
+    """Return the new path of a module, or of a name in a module."""
     for package, new in MOVED.items():
         if f"{path}.".startswith(f"{package}."):
             return new + path.removeprefix(package)
@@ -35,14 +35,14 @@ def moved(path: str) -> str:
 
 @cache
 def is_module(path: str) -> bool:
-    """Return whether there is a module of that path; one of ours, as its packages are imported."""
+    """Return whether a module exists at a path; only for our modules, since it imports packages."""
     with suppress(ImportError):
         return find_spec(path) is not None
     return False
 
 
 def package_of(path: str) -> str | None:
-    """Return the package of `MOVED` that a path is of, also if it is written with its new name."""
+    """Return the package of `MOVED` to which a path belongs, by its old or new name."""
     for package, new in MOVED.items():
         if f"{path}.".startswith((f"{package}.", f"{new}.")):
             return package
@@ -50,7 +50,7 @@ def package_of(path: str) -> str | None:
 
 
 def original(path: str) -> str:
-    """Return a path as the other library has it, also if it is written with its new name."""
+    """Return the path in the other library, for an old or a new path."""
     for package in ("accelerate", "lightning"):
         new = MOVED[package]
         if f"{path}.".startswith(f"{new}."):
@@ -59,16 +59,16 @@ def original(path: str) -> str:
 
 
 def name_in(path: str) -> str:
-    """Return a path without its package, as it is in the table: ``pytorch.callbacks.Timer``."""
+    """Return a path without its package, as in the table: ``pytorch.callbacks.Timer``."""
     package, _, inner = original(path).partition(".")
     return {"lightning_fabric": "fabric.", "pytorch_lightning": "pytorch."}.get(package, "") + inner
 
 
 def value_of(path: str) -> Any:
-    """Return a module, a name in one, or an attribute of that.
+    """Return a module, or an object in a module, by its path.
 
     Raises:
-        ImportError: There is no such module, or a name is refused by name.
+        ImportError: There is no such module, or the name is not supported.
         AttributeError: There is no such name.
     """
     parts = path.split(".")
@@ -81,12 +81,12 @@ def value_of(path: str) -> Any:
                 raise
             value = import_module(".".join(parts[:at]))
         if isclass(value) or not hasattr(value, "__spec__"):
-            return value  # attributes of classes and instances are not looked at
+            return value  # do not look up attributes of classes and instances
     return value
 
 
 def class_of(path: str | None) -> type | None:
-    """Return the class of that path, of a moved package or of ours; None if there is none."""
+    """Return the class at a path in a moved package or in ours; None if there is none."""
     if path is None or not (package_of(path) or path.startswith(("trainer.", "callbacks."))):
         return None
     with suppress(ImportError, AttributeError):
@@ -97,7 +97,7 @@ def class_of(path: str | None) -> type | None:
 
 @cache
 def is_of_a_library(path: str, program: Path) -> bool:
-    """Return whether a name comes from neither Python, torch or us nor a folder of the program.
+    """Return whether a name comes from a third-party library other than torch.
 
     Args:
         path: The dotted path of an imported name.
@@ -108,7 +108,7 @@ def is_of_a_library(path: str, program: Path) -> bool:
         return False
     folders = program.absolute().parents
     for place in (folder / part / top for folder in folders for part in ("", "src")):
-        # Scripts about a library are in a folder of its name, which is no package.
+        # A folder named like a library may hold scripts about it, and is then not a package.
         is_package = place not in folders or (place / "__init__.py").exists()
         if (place.is_dir() and is_package) or place.with_name(f"{top}.py").is_file():
             return False
@@ -116,10 +116,10 @@ def is_of_a_library(path: str, program: Path) -> bool:
 
 
 def path_of(visitor: Any, node: cst.CSTNode) -> str | None:
-    """Return the dotted path of an imported name, also of an attribute of it; None for others.
+    """Return the dotted path of an imported name or of its attribute; None for others.
 
     Args:
-        visitor: It has libcst's ``QualifiedNameProvider``.
+        visitor: A visitor with libcst's ``QualifiedNameProvider``.
         node: An expression.
     """
     names = visitor.get_metadata(cst.metadata.QualifiedNameProvider, node, set())
@@ -130,12 +130,12 @@ def path_of(visitor: Any, node: cst.CSTNode) -> str | None:
 
 
 def dotted(node: cst.BaseExpression | None) -> str:
-    """Return the text of a name with dots."""
+    """Return the source text of a dotted name."""
     return "" if node is None else cst.Module([]).code_for_node(node)
 
 
 def literal(node: cst.BaseExpression) -> Any:
-    """Return the value of an expression, or ``...`` if only the running program knows it."""
+    """Return the value of a literal expression, else ``...``."""
     import ast
 
     with suppress(ValueError, SyntaxError):

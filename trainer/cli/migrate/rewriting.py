@@ -1,4 +1,4 @@
-"""Rewrites the import lines of programs; everything else stays as it is, with its formatting."""
+"""Rewrites the import lines of programs, and nothing else; formatting is kept."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.cli.parsing import CommandError, aligned, command_parser, echo
 
-_PRINTED = 20  # trials, the best ones
+_PRINTED = 20  # maximum number of best trials to print
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -32,10 +32,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page; of runs whose parameters differ, print the best ones.
+    """Write the page; print the best runs if their parameters differ.
 
     Raises:
-        CommandError: A folder is not that of a run, and has none in it.
+        CommandError: A folder neither is nor contains a run.
         OSError: A record cannot be read, or the page cannot be written.
     """
     from trainer.checkpoint.storage import write_whole

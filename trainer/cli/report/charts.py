@@ -1,7 +1,7 @@
 """Group metrics into charts, smooth them, and draw these as SVG, which the page's style colours.
 
-Runs have the colours ``var(--run-0)`` and so on, and all else has classes, so that one drawing
-serves light and dark mode. Lines have classes by their smoothing.
+Runs have the colours ``var(--run-0)`` and so on, and everything else has classes, so that one
+drawing serves light and dark mode. The class of a line depends on its smoothing.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from numpy.typing import NDArray
 from trainer.cli.run_summary import thinned
 from trainer.cli.runs import Floats, Run, Series
 
-COLUMNS = 300  # of a chart: a pixel or two each
-STRENGTHS = (0.6, 0.9, 0.99)  # of smoothing, for up to so many values:
+COLUMNS = 300  # columns of a chart, one or two pixels each
+STRENGTHS = (0.6, 0.9, 0.99)  # of smoothing, for about this many values:
 _USUAL = 1000
-ENOUGH = 20  # minimum of values, and maximum per turn, for which smoothing makes sense
-DASHES = ("solid", "dashed", "dotted", "dashdot")  # of a chart's metrics; runs have colours
+ENOUGH = 20  # smooth only with at least so many values, and at most so many per turn
+DASHES = ("solid", "dashed", "dotted", "dashdot")  # of a chart's metrics; colours are for runs
 
 _STAGE = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|test|eval)[/_](.+)")
-_LAST = ("", "throughput", "device")  # sections after the others
-_MARKS = 100  # of non-finite values, side by side
-_FEW = 40  # points, up to which each gets a marker
-_DRAWN = 1e150  # larger values are drawn there: a difference of two stays finite
-_DECADES = 1e3  # ratio of largest to smallest value from which on the scale is logarithmic
+_LAST = ("", "throughput", "device")  # sections that come last
+_MARKS = 100  # maximum number of marks of non-finite values
+_FEW = 40  # up to so many points, each gets a marker
+_DRAWN = 1e150  # larger values are clipped, so that differences stay finite
+_DECADES = 1e3  # from this ratio of largest to smallest value, the scale is logarithmic
 
 _WIDTH, _HEIGHT = 331, 151  # of a chart, in units of about a pixel
-_LEFT, _RIGHT, _TOP, _BOTTOM = 35, 6, 10, 18  # around the curves; more on the left if need be
-_DIGIT = 4.6  # units that a character of a label takes at most
-_ACROSS, _UP = 0.01, 0.05  # margins in the frame, as shares of the range
-_STEPS = (1, 2, 2.5, 5, 10)  # between two lines of the grid, times a power of ten
-_UNITS = ("", "k", "M", "G", "T")  # thousands
+_LEFT, _RIGHT, _TOP, _BOTTOM = 35, 6, 10, 18  # around the curves; more on the left if needed
+_DIGIT = 4.6  # maximum width of a label's character, in units
+_ACROSS, _UP = 0.01, 0.05  # margins in the frame, as fractions of the range
+_STEPS = (1, 2, 2.5, 5, 10)  # between two grid lines, times a power of ten
+_UNITS = ("", "k", "M", "G", "T")  # powers of 1000
 
 
 @dataclass
@@ -45,9 +45,9 @@ class Chart:
     """Metrics that are drawn together.
 
     Attributes:
-        title: What they have in common.
+        title: The common part of their names.
         section: The section of the page.
-        members: Their names; each has its own line style.
+        members: The names of the metrics; each has its own line style.
     """
 
     title: str
@@ -66,7 +66,7 @@ class Axis:
 
     Attributes:
         name: ``"step"``, ``"time"`` or ``"epoch"``.
-        label: What is counted, with its unit.
+        label: The quantity, with its unit.
         place: Returns the positions of a run's series on the axis.
     """
 
@@ -80,7 +80,7 @@ def charts_of(names: Sequence[str]) -> list[Chart]:
 
     Returns:
         The charts by section: training and validation, then others by common prefix, those without
-        one, throughput, device.
+        a prefix, throughput, device.
     """
     charts: dict[tuple[str, str], Chart] = {}
     prefixes = [name.partition("/")[0] for name in names if "/" in name]
@@ -121,7 +121,7 @@ def axes_of(runs: Sequence[Run]) -> list[Axis]:
             Axis(
                 "time",
                 f"time in {unit}",
-                # A user's own record may have no times: then nothing of it is drawn.
+                # A user's own record may have no times. Nothing of it is then drawn.
                 lambda run, series: (series.times - begins.get(id(run), np.nan)) / seconds,
             )
         )
@@ -135,7 +135,7 @@ def axes_of(runs: Sequence[Run]) -> list[Axis]:
 
 
 def _epoch_ends(run: Run) -> tuple[Floats, Floats]:
-    """Return the updates at which epochs end, extrapolated for a partial last one, and epochs."""
+    """Return the updates at which epochs end (extrapolated for a partial last one), and epochs."""
     steps = np.concatenate([series.steps for series in run.metrics.values()])
     epochs = np.concatenate([series.epochs for series in run.metrics.values()])
     numbers = np.unique(epochs[np.isfinite(epochs)])
@@ -150,17 +150,17 @@ def curves_of(series: Series) -> dict[float, Floats]:
     """Return the smoothed values by strength; empty where smoothing would not help."""
     if not is_noisy(series.values):
         return {}
-    # Charts of long and short runs are equally wide: average over the same share of the width.
+    # Charts of long and short runs are equally wide, so average over the same share of the width.
     share = min(1.0, _USUAL / len(series.values))
     return {strength: smoothed(series.values, strength**share) for strength in STRENGTHS}
 
 
 def smoothed(values: Floats, strength: float) -> Floats:
-    """Return an exponential moving average, without the bias towards its start.
+    """Return an exponential moving average, with bias correction.
 
-    With weight w: s = w·s + (1 - w)·x from s = 0, divided by 1 - wⁿ after n values. That is the
-    smoothing of TensorBoard's scalars (tensorboard pull request 639), over all values rather than
-    those that a chart shows. Non-finite values are kept and not averaged.
+    With weight w: s = w·s + (1 - w)·x from s = 0, divided by 1 - wⁿ after n values. This is
+    TensorBoard's smoothing of scalars (tensorboard pull request 639), but over all values rather
+    than only those shown in a chart. Non-finite values are kept and not averaged.
 
     Args:
         values: Shape (values,).
@@ -177,7 +177,7 @@ def smoothed(values: Floats, strength: float) -> Floats:
 def is_noisy(values: Floats) -> bool:
     """Return whether smoothing helps: there are enough values, and they often change direction."""
     present = values[np.isfinite(values)]
-    ways = np.sign(np.diff(present / 2))  # in halves: a difference may overflow
+    ways = np.sign(np.diff(present / 2))  # halved, since a difference may overflow
     ways = ways[ways != 0]
     turns = int((ways[1:] != ways[:-1]).sum())
     return len(present) >= ENOUGH and turns * ENOUGH >= len(present)
@@ -185,11 +185,11 @@ def is_noisy(values: Floats) -> bool:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to positions.
+    """A mapping from values to positions.
 
     Attributes:
-        low: The value at one end; its logarithm, on a logarithmic scale.
-        high: The value at the other.
+        low: The value at the low end; its logarithm if the scale is logarithmic.
+        high: The value at the high end, likewise.
         begin: The position of the low end.
         end: The position of the high end.
         log: Whether the scale is logarithmic.
@@ -209,12 +209,12 @@ class _Scale:
 
 
 def ticks_of(low: float, high: float, most: int, *, whole: bool = False) -> list[tuple[float, str]]:
-    """Return round values from low to high for the lines of a grid, each with its label.
+    """Return round values from low to high for grid lines, each with its label.
 
     Args:
         low: The lowest value.
         high: The highest value, above the lowest.
-        most: About how many.
+        most: The approximate maximum number.
         whole: Only whole numbers.
     """
     least = max((high - low) / most, 1.0 if whole else 0.0)
@@ -228,11 +228,11 @@ def ticks_of(low: float, high: float, most: int, *, whole: bool = False) -> list
 
 
 def _label(value: float, step: float) -> str:
-    """Return a short label that tells a value from one that is a step away."""
+    """Return a short label that distinguishes a value from one that is a step away."""
     if value == 0:
         return "0"
     size = math.floor(math.log10(abs(value)))
-    # One more for a step of 2.5; never fewer than the digits of 200, or of 200k.
+    # One more digit for a step of 2.5; never fewer than the digits of 200, or of 200k.
     digits = max(1 + max(0, size) % 3, size - math.floor(math.log10(step)) + 2)
     unit = min(size // 3, len(_UNITS) - 1) if 3 <= size < 3 * len(_UNITS) else 0
     text = f"{value / 1000**unit:.{digits}g}{_UNITS[unit]}"
@@ -240,7 +240,7 @@ def _label(value: float, step: float) -> str:
 
 
 def _range(values: Floats, margin: float) -> tuple[float, float]:
-    """Return the range of values with a margin; one around a single value."""
+    """Return the range of values with a margin, also for a single value."""
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     largest = max(abs(low), abs(high))
     if high - low <= max(1e-300, 1e-12 * largest):
@@ -282,7 +282,7 @@ def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> Markup:
 
 
 def _decades(low: float, high: float) -> list[tuple[float, str]]:
-    """Return powers of ten between two logarithms, for the lines of a grid."""
+    """Return powers of ten between two logarithms, for grid lines."""
     powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
     every = max(1, math.ceil(len(powers) / 6))
     return [(10.0**power, _label(10.0**power, 10.0**power)) for power in powers[::every]]
@@ -294,7 +294,7 @@ def _grid(
     across: _Scale,
     up: _Scale,
 ) -> list[str]:
-    """Return the lines of the grid and their labels."""
+    """Return the grid lines and their labels."""
     levels = up(np.array([value for value, _ in rows])).tolist()
     places = across(np.array([value for value, _ in columns])).tolist()
     lines = [f"M{across.begin:.1f} {y:.1f}H{across.end:.1f}" for y in levels]
@@ -314,14 +314,14 @@ def _grid(
 def _lines(
     x: Floats, values: Floats, curves: dict[float, Floats], up: _Scale, color: str, dash: str
 ) -> list[str]:
-    """Return the lines of a metric of a run: raw and smoothed, with marks where it is not finite.
+    """Return a run's raw and smoothed lines for a metric, with marks at non-finite values.
 
     Args:
-        x: Positions across.
-        values: The values, as far as they can be drawn.
-        curves: The smoothed ones by strength.
-        up: From values to positions.
-        color: The run's.
+        x: Horizontal positions.
+        values: The values, clipped to the drawable range.
+        curves: The smoothed values by strength.
+        up: The mapping from values to vertical positions.
+        color: The run's colour.
         dash: The metric's line style.
     """
     finite = np.isfinite(values)
@@ -330,7 +330,7 @@ def _lines(
     parts = []
     if finite.any():
         paths = [_path("curve", _polyline(*thinned(x, y, COLUMNS)), color)]
-        lonely = finite & ~np.roll(finite, 1) & ~np.roll(finite, -1)  # no line would show them
+        lonely = finite & ~np.roll(finite, 1) & ~np.roll(finite, -1)  # isolated points
         if (dots := finite if len(x) <= _FEW else lonely).any():
             paths.append(_path("dots", _marks(x[dots], y[dots], "h0"), color))
         parts.append(f'<g class="{kind} {dash}">{"".join(paths)}</g>')
@@ -368,11 +368,11 @@ def _marks(x: Floats, y: Floats, shape: str) -> str:
 
 
 def is_logarithmic(drawn: Sequence[Series]) -> bool:
-    """Return whether values are so far apart that only a logarithmic scale shows them."""
+    """Return whether the values need a logarithmic scale, because they are so far apart."""
     values = np.concatenate([series.values[series.finite] for series in drawn] or [np.empty(0)])
     return len(values) > 2 and values.min() > 0 and values.max() / _DECADES >= values.min()
 
 
 def class_of(strength: float) -> str:
-    """Return the class of lines that are smoothed with this strength."""
+    """Return the CSS class of lines smoothed with this strength."""
     return f"ema-{strength:g}".replace(".", "")

@@ -1,4 +1,4 @@
-"""The page. It has no script, and its content policy forbids the browser to fetch anything."""
+"""The HTML page. It has no script, and its content policy prevents all network access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined  # which torch requires
+from jinja2 import Environment, StrictUndefined  # torch requires jinja2
 from markupsafe import Markup
 
 from trainer.cli import run_summary
@@ -36,7 +36,7 @@ _SECTIONS = {
     "throughput": "Throughput",
     "device": "System",
 }
-# Colours of the first runs, light and dark; those of more runs go round the colour circle.
+# Colours of the first runs, light and dark; further runs go round the colour circle.
 _COLORS = (
     ("#1f6fd6", "#6cb0ff"),
     ("#d1500f", "#ff9e66"),
@@ -48,10 +48,10 @@ _COLORS = (
     ("#c2255c", "#ff8fab"),
 )
 _FILES = ("page.html", "page.css")
-_NAMED = 3  # runs that the title names
-_GOLDEN_ANGLE = 137.5  # degrees: neighbours differ, however many there are
-_ROWS = 60  # events of a run
-_SIDE = 320  # pixels: an image is enlarged up to this width, and a quarter of it in height
+_NAMED = 3  # maximum number of runs in the title
+_GOLDEN_ANGLE = 137.5  # degrees, so that neighbours differ for any number of runs
+_ROWS = 60  # maximum number of events shown for a run
+_SIDE = 320  # pixels: images are enlarged up to this width, and a quarter of it in height
 
 
 def page(runs: Sequence[Run], *, title: str | None = None) -> str:
@@ -114,7 +114,7 @@ def _parts(runs: Sequence[Run], axes: Sequence[Axis]) -> Iterator[dict[str, Any]
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return what is known of any run, by name with a value for each run."""
+    """Return the facts known about any run, by name, with a value for each run."""
     of_runs = [run_summary.overview(run) for run in runs]
     columns = {name: [facts[name] for facts in of_runs] for name in of_runs[0]}
     return {
@@ -142,7 +142,7 @@ def _figure(chart: Chart, runs: Sequence[Run], axes: Sequence[Axis]) -> dict[str
 
 
 def _images(tag: str, runs: Sequence[Run]) -> dict[int, dict[int, Any]]:
-    """Return the images of a tag by the number of the run and by step."""
+    """Return the images of a tag by run number and step."""
     return {
         index: {step: _image(png) for step, png in sorted(run.images[tag].items())}
         for index, run in enumerate(runs)
@@ -152,7 +152,7 @@ def _images(tag: str, runs: Sequence[Run]) -> dict[int, dict[int, Any]]:
 
 def _image(png: bytes) -> dict[str, Any]:
     """Return an image, enlarged by a whole factor if it is small."""
-    width, height = struct.unpack(">II", png[16:24])  # in its first chunk
+    width, height = struct.unpack(">II", png[16:24])  # PNG stores it in the first chunk
     times = max(1, min(_SIDE // max(width, 1), _SIDE // 4 // max(height, 1)))
     source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     return {"source": source, "width": times * width, "enlarged": times > 1}
@@ -176,7 +176,7 @@ def _checkpoints(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 
 
 def _values(of_runs: Sequence[dict[str, Series]]) -> dict[str, dict[int, run_summary.Summary]]:
-    """Return the values in short, by metric and number of the run."""
+    """Return the summaries of values, by metric and run number."""
     names = dict.fromkeys(name for values in of_runs for name in values)
     return {
         name: {

@@ -1,6 +1,6 @@
 """The command `trainer watch`: plot the metrics of runs in the terminal while they are running.
 
-Nothing is written, and runs are not affected. ``frame`` draws.
+It writes no files, and does not affect runs. ``frame`` draws.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trainer.cli.watch.frame import frame
 
     runs = [Run(path, name) for path, name in named(arguments.runs)]
-    if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals without such characters
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals that lack some characters
         sys.stdout.reconfigure(errors="replace")
     console = Console()
     for followed in runs:
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.once and sys.stdout.isatty() and not console.is_dumb_terminal:
         try:
             _follow(runs, arguments.metrics, arguments.interval, console)
-        finally:  # the alternate screen is closed: leave the last frame on the normal one
+        finally:  # the alternate screen is closed, so print the last frame on the normal one
             console.print(frame(runs, arguments.metrics, console))
     console.print(frame(runs, arguments.metrics, console))
     return int(not all(followed.record.exists for followed in runs))
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _follow(
     runs: Sequence[Run], patterns: Sequence[str] | None, interval: float, console: Console
 ) -> None:
-    """Redraw what has changed, until Ctrl-C."""
+    """Redraw when something has changed, until Ctrl-C."""
     from rich.live import Live
 
     from trainer.cli.watch.frame import frame

@@ -20,8 +20,8 @@ from trainer.cli.run_summary import thinned
 from trainer.cli.runs import RECORD, Run, Series
 from trainer.errors import printable
 
-_COLOURS = (6, 3, 5, 2, 4, 1)  # of the terminal's own palette, which suits its background
-_WIDTH = 46  # minimum columns of a chart, if the terminal has as many
+_COLOURS = (6, 3, 5, 2, 4, 1)  # of the terminal's own palette, to match its background
+_WIDTH = 46  # minimum columns of a chart, if the terminal has that many
 _LOWEST, _HIGHEST = 5, 16  # minimum and maximum lines of a curve
 _RATE_OVER = 20  # intervals between records
 _STYLES = {run_summary.GOOD: "green", run_summary.WARNING: "yellow", run_summary.BAD: "red"}
@@ -45,17 +45,17 @@ def frame(
     *,
     height: int | None = None,
 ) -> RenderableType:
-    """Draw what was read of some runs.
+    """Draw the data read from some runs.
 
     Args:
         runs: Each has its own colour, the same in every chart.
-        patterns: Names of metrics, in which ``*`` matches anything; None for all.
+        patterns: Names of metrics, in which ``*`` matches any text; None for all.
         console: Its full width is used.
         height: The number of lines; charts that do not fit are left out and named. None for no
             limit.
 
     Returns:
-        Something for rich to print.
+        An object that rich can print.
     """
     plain = console.options.ascii_only
     series = [run.metrics for run in runs]
@@ -73,7 +73,7 @@ def frame(
     around = 2 + len(runs)  # the frame of a chart, and a line for each run
     curve, shown = 9, len(names)
     if height is not None:
-        # One line stays free for the names of what is left out.
+        # One line stays free for the names of omitted charts.
         room = height - len(console.render_lines(head)) - 1
         down = max(1, min(math.ceil(len(names) / across), room // (_LOWEST + around)))
         curve = max(3, min(_HIGHEST, room // down - around))
@@ -173,8 +173,8 @@ def _curve(lines: Sequence[tuple[Series, int]], width: int, height: int, *, plai
     last = max(float(steps[-1]) for steps, _, _ in points)
 
     def share(values: Any) -> Any:
-        """Return positions between the lowest (0) and highest (1); 0.5 if both agree."""
-        span = high / 2 - low / 2  # in halves: the whole span may overflow
+        """Return positions between the lowest (0) and highest (1); 0.5 if both are equal."""
+        span = high / 2 - low / 2  # halved, since the whole span may overflow
         return (values / 2 - low / 2) / span if span else values * 0 + 0.5
 
     plotext.clear_figure()

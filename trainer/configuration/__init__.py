@@ -1,7 +1,7 @@
 """Configurations: keyword-only dataclasses that validate their values.
 
-A field that also has an environment variable, a key in the file of `trainer config` or an option of
-`trainer launch` says so itself; see `fields.setting`.
+Fields may also declare an environment variable, a key in the file of `trainer config` or an option
+of `trainer launch`; see `fields.setting`.
 """
 
 from trainer.configuration.deepspeed import DeepSpeedPlugin

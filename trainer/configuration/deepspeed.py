@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
-# Where a field of the plugin is in a configuration.
+# The places of the plugin's fields in a DeepSpeed configuration.
 _PLACES = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -41,7 +41,7 @@ _PLACES = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-# What would change the loop, the data or the gradients in ways that Cadence does not follow.
+# Options that would change the loop, the data or the gradients in unsupported ways.
 _REFUSED = {
     "amp": "use mixed_precision",
     "torch_autocast": "use mixed_precision",
@@ -73,7 +73,7 @@ class HfDeepSpeedConfig:
             which may be encoded as base64.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The argument is none of these.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -87,7 +87,7 @@ class HfDeepSpeedConfig:
         return f"HfDeepSpeedConfig({self.config})"
 
     def set_stage_and_offload(self) -> None:
-        """Notice the ZeRO stage, and whether something is offloaded."""
+        """Determine the ZeRO stage, and whether anything is offloaded."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = {
             self.get_value(f"zero_optimization.offload_{what}.device")
@@ -145,7 +145,7 @@ class HfDeepSpeedConfig:
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
-    """Return the plugin in use of an `AcceleratorState`.
+    """Return the active plugin of an `AcceleratorState`.
 
     Raises:
         ValueError: DeepSpeed is not used.
@@ -205,7 +205,7 @@ class DeepSpeedPlugin:
             fills in values that are ``"auto"``. Its values override the other fields.
         gradient_accumulation_steps: Micro-batches per update or ``"auto"``; None takes
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else ``"auto"``, the run's value.
-        gradient_clipping: The maximum norm or ``"auto"``; None takes
+        gradient_clipping: The maximum gradient norm or ``"auto"``; None takes
             ``ACCELERATE_GRADIENT_CLIPPING``, else ``"auto"``, the run's value.
         zero_stage: ZeRO stage, 0 to 3; None takes ``ACCELERATE_DEEPSPEED_ZERO_STAGE``, else 2.
         is_train_batch_min: With several loaders, take the smallest batch size.
@@ -308,7 +308,7 @@ class DeepSpeedPlugin:
         self.hf_ds_config = given or HfDeepSpeedConfig(self._made())
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         is_zero3 = self.hf_ds_config.is_zero3()
-        if wants_init is None and not is_zero3:  # launch files of other stages have the variable
+        if wants_init is None and not is_zero3:  # the variable is also set for other stages
             self.zero3_init_flag = False
         if self.zero3_init_flag and not is_zero3:
             raise ValueError(
@@ -327,7 +327,7 @@ class DeepSpeedPlugin:
         self._selected = False
 
     def _configured(self) -> HfDeepSpeedConfig | None:
-        """Return the given configuration, completed by fields, and take fields from it."""
+        """Return the given configuration completed by the fields, and set fields from it."""
         if self.hf_ds_config in (None, "none"):
             return None
         given = self.hf_ds_config
@@ -392,11 +392,11 @@ class DeepSpeedPlugin:
 
     @classmethod
     def requested(cls, given: Any, several: Any = None) -> dict[str, DeepSpeedPlugin] | None:
-        """Return the plugins by name; if ``ACCELERATE_USE_DEEPSPEED`` is set, a new one.
+        """Return the plugins by name; a new one if ``ACCELERATE_USE_DEEPSPEED`` is set.
 
         Args:
             given: A plugin, or plugins by name.
-            several: The same.
+            several: The same as `given`.
 
         Raises:
             ValueError: Both arguments are passed, or the mapping is empty.
@@ -423,7 +423,7 @@ class DeepSpeedPlugin:
 
     @property
     def clips_at(self) -> float:
-        """The maximum norm of updates for which the run sets no limit; 0 if there is none."""
+        """The maximum gradient norm if the run sets none; 0 if there is no limit."""
         return 0.0 if isinstance(self.gradient_clipping, str) else self.gradient_clipping or 0.0
 
     # -- the configuration -------------------------------------------------------------------------
@@ -527,8 +527,8 @@ class DeepSpeedPlugin:
     ) -> dict[str, Any]:
         """Return the configuration for ``deepspeed.initialize``.
 
-        The engine handles accumulation and clipping, and the loop handles schedules, so the
-        configuration has none of them.
+        The engine handles accumulation and clipping, and the loop handles schedules, so these are
+        left out of the configuration.
 
         Args:
             module: The user's module.
@@ -536,7 +536,7 @@ class DeepSpeedPlugin:
             bf16: Whether the module computes in bfloat16.
 
         Raises:
-            ValueError: A value cannot be filled in, or there are two optimizers or none.
+            ValueError: A value cannot be filled in, or there are two optimizers, or none.
             NotImplementedError: The configuration has an unsupported option.
         """
         from trainer.configuration.dummy_optimizers import DummyOptim
@@ -612,7 +612,7 @@ class DeepSpeedPlugin:
     # -- transformers ------------------------------------------------------------------------------
 
     def set_deepspeed_weakref(self) -> None:
-        """Let ``from_pretrained`` of transformers partition a model over several processes."""
+        """Make ``from_pretrained`` of transformers partition a model over several processes."""
         import torch.distributed as dist
 
         partitions = self.zero3_init_flag and dist.is_initialized() and dist.get_world_size() > 1

@@ -21,8 +21,8 @@ class DummyOptim(Optimizer):
     Args:
         params: The parameters, or groups of them with options.
         lr: The learning rate, used where the configuration has ``"auto"``.
-        weight_decay: The weight decay, used likewise.
-        **kwargs: Other parameters of the optimizer, used likewise.
+        weight_decay: The weight decay, used in the same case.
+        **kwargs: Other parameters of the optimizer, used in the same case.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class DummyOptim(Optimizer):
         super().__init__(self.params, {"lr": lr, "weight_decay": weight_decay})
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - of torch
-        """Raise: DeepSpeed makes the update.
+        """Raise an error, since DeepSpeed makes the update.
 
         Raises:
             RuntimeError: Always.
@@ -53,8 +53,8 @@ class DummyScheduler:
         optimizer: The optimizer.
         total_num_steps: The length of the schedule, used where the configuration has ``"auto"``: in
             updates, or, for an `Accelerator` with ``scheduler_tick="process"``, in batches of all
-            processes, as scripts for Accelerate count.
-        warmup_num_steps: The length of the warm-up, in updates, used likewise.
+            processes, as in scripts for Accelerate.
+        warmup_num_steps: The length of the warm-up, in updates, used in the same case.
         lr_scheduler_callable: Returns a scheduler for an optimizer, instead of the configuration's.
         **kwargs: Not used.
     """
@@ -87,7 +87,7 @@ class DummyScheduler:
     def per_update(self, processes: int) -> DummyScheduler:
         """Return a copy whose length counts updates instead of batches of all processes.
 
-        As in Accelerate, the warm-up counts updates in both.
+        As in Accelerate, the warm-up counts updates in either case.
         """
         own = copy.copy(self)
         if own.total_num_steps is not None:
@@ -98,7 +98,7 @@ class DummyScheduler:
         """Return the scheduler.
 
         Args:
-            plugin: Has the configuration.
+            plugin: The plugin with the configuration.
             optimizer: The optimizer, with its options.
 
         Raises:
@@ -124,7 +124,7 @@ class DummyScheduler:
         values = {
             "scheduler.params.warmup_min_lr": 0,
             "scheduler.params.warmup_max_lr": optimizer.param_groups[0]["lr"],
-            # DeepSpeed refuses 0.
+            # DeepSpeed rejects 0.
             "scheduler.params.warmup_num_steps": max(1, self.warmup_num_steps),
         }
         if self.total_num_steps is not None:
@@ -145,7 +145,7 @@ class MegatronLMDummyScheduler:
         optimizer: The optimizer.
         total_num_steps: The length of the schedule, where the plugin has no `train_iters`: in
             updates, or for an `Accelerator` with ``scheduler_tick="process"``, in batches of all
-            replicas, as scripts for Accelerate count.
+            replicas, as in scripts for Accelerate.
         warmup_num_steps: The length of the warm-up, used where the plugin has no `lr_warmup_iters`.
         **kwargs: Not used.
     """
@@ -174,7 +174,7 @@ class MegatronLMDummyScheduler:
         )
 
     def per_update(self, processes: int) -> MegatronLMDummyScheduler:
-        """Return one that counts updates, where this one counts batches of processes."""
+        """Return a copy whose length counts updates instead of batches of all replicas."""
         total = self.total_num_steps and self.total_num_steps // processes
         warmup = self.warmup_num_steps // processes
         return MegatronLMDummyScheduler(self.optimizer, total, warmup, **self.kwargs)
@@ -183,7 +183,7 @@ class MegatronLMDummyScheduler:
         """Return the schedule.
 
         Args:
-            plugin: Describes it.
+            plugin: The plugin that describes the schedule.
             optimizer: The optimizer, whose groups keep their own peak learning rates, and their
                 weight decay unless the plugin has one.
 
@@ -240,10 +240,10 @@ class _Schedule:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates, and what the schedule was made with."""
+        """Return the number of updates, and the arguments of the schedule."""
         return dict(self._schedule.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the saved update."""
-        self._schedule.num_steps = 0  # loading adds
+        self._schedule.num_steps = 0  # loading adds to it
         self._schedule.load_state_dict(state)

@@ -25,7 +25,7 @@ class TorchDynamoPlugin:
     Attributes:
         backend: A `DynamoBackend` or its name in either case; ``"no"`` compiles nothing. None takes
             ``ACCELERATE_DYNAMO_BACKEND``, else ``"no"``.
-        mode: What inductor optimises for; None takes ``ACCELERATE_DYNAMO_MODE``, else
+        mode: Inductor's optimisation mode; None takes ``ACCELERATE_DYNAMO_MODE``, else
             ``"default"``.
         fullgraph: Raise if a part cannot be compiled; None takes
             ``ACCELERATE_DYNAMO_USE_FULLGRAPH``, else False.
@@ -83,7 +83,7 @@ class TorchDynamoPlugin:
 
     @property
     def compiles_regions(self) -> bool:
-        """Whether blocks are to be compiled by themselves."""
+        """Whether blocks are compiled separately."""
         compiles = self.backend != DynamoBackend.NO and not self.disable
         return compiles and bool(self.use_regional_compilation)
 

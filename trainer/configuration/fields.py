@@ -1,4 +1,4 @@
-"""Fields of configurations that have an environment variable, an option and a help as well."""
+"""Configuration fields that also have an environment variable, an option and a help text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _read_float(variable: str) -> float:
     return float(str(environment.read(variable)))
 
 
-# By kind; the others are read as they are.
+# By kind; others are read unchanged.
 _READERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("bool", "bools", "flag"), environment.read_flag),
     **dict.fromkeys(("count", "int", "stage", "version"), environment.read_int),
@@ -90,7 +90,7 @@ def setting(
 
 
 def nested(kind: type) -> Any:
-    """Return a field for a configuration inside another one, whose options are options of it."""
+    """Return a field for a nested configuration, whose options become options of the outer one."""
     return dataclasses.field(default=None, metadata={"options": options_of(kind)})
 
 
@@ -107,7 +107,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
 
 
 def options_of(*kinds: type) -> dict[str, Setting]:
-    """Return the settings of configurations that are options too, by option."""
+    """Return the settings of configurations that also are options, by option."""
     found: dict[str, Setting] = {}
     for kind in kinds:
         settings = settings_of(kind)

@@ -1,4 +1,4 @@
-"""Recipes of training in 8 bits."""
+"""Recipes for training in 8 bits."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BACKEND = Setting(
 
 
 def recipe_of(handlers: Sequence[object]) -> AORecipeKwargs | TERecipeKwargs:
-    """Return the recipe of fp8 training among an `Accelerator`'s handlers, or its default.
+    """Return the recipe for fp8 training among an `Accelerator`'s handlers, or the default.
 
-    The default is that of ``ACCELERATE_FP8_BACKEND``, else torchao's.
+    The default is given by ``ACCELERATE_FP8_BACKEND``, else torchao's.
 
     Raises:
         ValueError: There are several recipes, or the variable has an unknown value.
@@ -193,7 +193,7 @@ class TERecipeKwargs(KwargsHandler):
 @explains_itself
 @dataclass(kw_only=True)
 class MSAMPRecipeKwargs(KwargsHandler):
-    """Options of fp8 training with MS-AMP. `Accelerator` raises for them: it cannot be installed.
+    """Options of fp8 training with MS-AMP, which `Accelerator` rejects: it cannot be installed.
 
     Example::
 
@@ -237,7 +237,7 @@ class FP8RecipeKwargs(KwargsHandler):
         amax_compute_algo: Value taken from the history: ``"most_recent"`` or ``"max"``.
         override_linear_precision: Which of forward, input gradient and weight gradient run in a
             higher precision.
-        opt_level: Another name of `optimization_level`, which it replaces.
+        opt_level: Another name of `optimization_level`; takes precedence over it.
         use_autocast_during_eval: As in `TERecipeKwargs`.
         use_mxfp8_block_scaling: As in `TERecipeKwargs`.
 

@@ -20,7 +20,7 @@ from trainer.configuration.fields import fill, setting
 if TYPE_CHECKING:
     import torch
 
-_STRATEGIES = {  # of FSDP 1: whether parameters are released after forward, and whether replicated
+_STRATEGIES = {  # FSDP 1: whether to reshard after forward (None: replicated)
     "FULL_SHARD": True,
     "SHARD_GRAD_OP": False,
     "NO_SHARD": None,
@@ -94,7 +94,7 @@ class FullyShardedDataParallelPlugin:
             ``FSDP_FORWARD_PREFETCH``, else False.
 
     Raises:
-        ValueError: A name is unknown, or FSDP 2 does not have the setting.
+        ValueError: A name is unknown, or FSDP 2 lacks the setting.
         TypeError: A value has another type.
     """
 
@@ -216,7 +216,7 @@ class FullyShardedDataParallelPlugin:
 
     def _choice(self, name: str, choices: Sequence[str]) -> str:
         given = getattr(self, name)
-        # The numbers of torch's enumeration, as accelerate's configuration files have them.
+        # The numbers of torch's enumeration, as in accelerate's configuration files.
         numbered = str(given).isdigit() and 1 <= int(given) <= len(choices)
         chosen = choices[int(given) - 1] if numbered else getattr(given, "name", str(given)).upper()
         if chosen not in choices:
@@ -239,7 +239,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def hybrid(self) -> bool:
-        """Whether machines have replicas, and shards are within a machine."""
+        """Whether the model is sharded within machines and replicated over them."""
         return str(self.sharding_strategy).startswith("HYBRID")
 
     def tell_transformers(self) -> None:
@@ -264,7 +264,7 @@ class FullyShardedDataParallelPlugin:
         self._check_version_2()
 
     def set_cpu_offload(self) -> None:
-        """Put torch's policy in the place of a bool."""
+        """Replace a bool by torch's policy."""
         import torch
 
         self.cpu_offload = self.offload(torch.device("cpu"))
@@ -281,7 +281,7 @@ class FullyShardedDataParallelPlugin:
             )
 
     def validate_mixed_precision_policy(self) -> None:
-        """Raise unless `mixed_precision_policy` is one; see `policy`."""
+        """Raise unless `mixed_precision_policy` is a valid policy; see `policy`."""
         self.policy()
 
     def set_mixed_precision(
@@ -320,12 +320,12 @@ class FullyShardedDataParallelPlugin:
             return MixedPrecisionPolicy(**given)
         if isinstance(given, MixedPrecisionPolicy):
             return given
-        return MixedPrecisionPolicy(  # FSDP 1's MixedPrecision has these two in common
+        return MixedPrecisionPolicy(  # FSDP 1's MixedPrecision also has these two
             param_dtype=given.param_dtype, reduce_dtype=given.reduce_dtype
         )
 
     def offload(self, device: torch.device) -> Any:
-        """Return torch's policy of where shards are kept."""
+        """Return torch's offload policy for shards."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
         given = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
@@ -346,7 +346,7 @@ def _policy(mixed_precision: str) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     dtypes = {"no": None, "fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-    dtypes["fp8"] = torch.bfloat16  # around the layers that compute in fp8
+    dtypes["fp8"] = torch.bfloat16  # used around the layers that compute in fp8
     check_choice("mixed_precision_policy", mixed_precision, dtypes)
     dtype = dtypes[mixed_precision]
     return MixedPrecisionPolicy(

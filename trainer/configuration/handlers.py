@@ -57,7 +57,7 @@ class KwargsHandler:
 @explains_itself
 @dataclass(kw_only=True)
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated.
+    """Settings of gradient accumulation.
 
     Example::
 
@@ -92,7 +92,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         check_bool_fields(self)
 
     def warn_of_variable(self) -> None:
-        """Log a warning if the launcher's number of steps is not the one in use."""
+        """Log a warning if the launcher's number of steps is not in use."""
         if (named := environment.read_int(_STEPS)) not in (None, self.num_steps):
             logger.warning(
                 f"gradient_accumulation_steps={self.num_steps} from the script is used, not "
@@ -234,8 +234,8 @@ class ProfileKwargs(KwargsHandler):
             model(inputs)
 
     Attributes:
-        activities: What is recorded: ``"cpu"`` and the kinds of device that this machine has. None
-            records all of them.
+        activities: The activities to record: ``"cpu"`` and the kinds of device that this machine
+            has. None records all of them.
         schedule_option: Arguments of ``torch.profiler.schedule``, in steps: ``wait``, ``warmup``
             and ``active``, and optionally ``repeat`` and ``skip_first``. The loop calls ``step()``.
             None records everything.
@@ -312,12 +312,12 @@ class ProfileKwargs(KwargsHandler):
             with_stack=self.with_stack,
             with_flops=self.with_flops,
             with_modules=self.with_modules,
-            # Of one recording all are there; torch up to 2.11 warns of those before the latest.
+            # A single recording has all events, but torch up to 2.11 warns about earlier ones.
             acc_events=self.schedule_option is None,
         )
 
     def _finish(self, rank: int, profiler: Any) -> None:
-        """Use a recording that is complete."""
+        """Process a complete recording."""
         if self.on_trace_ready is not None:
             self.on_trace_ready(profiler)
         if self.output_trace_dir is not None:

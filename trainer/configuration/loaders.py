@@ -31,7 +31,7 @@ class DataLoaderConfiguration:
         use_stateful_dataloader: After `load_state`, or a prepared loader's ``load_state_dict``, the
             next pass continues after the last batch that was read; `skip_first_batches` is not
             needed. It works for any loader and does not need torchdata.
-        data_seed: The seed of the order; None takes the seed that ``set_seed`` set.
+        data_seed: The seed of the order; None takes the seed of ``set_seed``.
         presharded: The stream of each process is already a different part of the data, and each
             process reads all of its stream. Streams split by
             ``datasets.distributed.split_dataset_by_node`` or webdataset's ``split_by_node`` are

@@ -25,8 +25,8 @@ _CHOICES = {
     "recompute_granularity": ("full", "selective"),
     "recompute_method": ("uniform", "block"),
 }
-# What belongs to the repository of Megatron-LM rather than to the package megatron-core, or would
-# change the loop; and what to do instead. A field at its default asks for nothing.
+# Options of the Megatron-LM repository rather than of the package megatron-core, or that would
+# change the loop, with the alternative. A field at its default requests nothing.
 _INSTEAD = {
     "use_custom_fsdp": "use fsdp_plugin",
     "use_distributed_optimizer": "use fsdp_plugin, or deepspeed_plugin with stage 1",
@@ -68,7 +68,7 @@ _INSTEAD = {
     "other_megatron_args": "pass the settings to the model's TransformerConfig; the argument "
     "parser is part of the Megatron-LM repository",
 }
-_OF_SCHEDULE = (  # followed by MegatronLMDummyScheduler alone
+_OF_SCHEDULE = (  # used only by MegatronLMDummyScheduler
     "train_iters",
     "weight_decay_incr_style",
     "start_weight_decay",
@@ -79,7 +79,7 @@ _OF_SCHEDULE = (  # followed by MegatronLMDummyScheduler alone
     "lr_warmup_fraction",
     "min_lr",
 )
-_NEUTRAL = {  # values that ask for nothing either
+_NEUTRAL = {  # other values that request nothing
     "expert_model_parallel_size": (1,),
     "expert_tensor_parallel_size": (1,),
     "context_parallel_size": (1,),
@@ -89,7 +89,7 @@ _NEUTRAL = {  # values that ask for nothing either
 @explains_itself
 @dataclass(kw_only=True)
 class MegatronLMPlugin:
-    """How a model of megatron-core is divided over the processes.
+    """The division of a megatron-core model over the processes.
 
     Fields from `tp_degree` to `use_distributed_optimizer`, and those that describe the model, take
     the environment variable ``MEGATRON_LM_<NAME>`` if they are None. Pass the fields that describe
@@ -103,7 +103,7 @@ class MegatronLMPlugin:
         trainer = Trainer(max_steps=1000, megatron_lm_plugin=plugin)
 
     Attributes:
-        tp_degree: How many processes share each layer; default 1.
+        tp_degree: The number of processes that share each layer; default 1.
         pp_degree: The number of consecutive pipeline stages of layers; default 1.
         num_micro_batches: The number of micro-batches into which the Trainer splits each batch
             along its first dimension, so that the stages work in parallel; default 1.
@@ -114,21 +114,22 @@ class MegatronLMPlugin:
         recompute_granularity: ``"full"`` or ``"selective"``.
         recompute_method: ``"uniform"`` or ``"block"``.
         recompute_num_layers: See megatron-core.
-        decoder_last_pipeline_num_layers: How many layers the last stage has.
+        decoder_last_pipeline_num_layers: The number of layers in the last stage.
         attention_dropout: The dropout of the attention.
         hidden_dropout: The dropout of hidden states.
         attention_softmax_in_fp32: Whether the softmax of the attention is in float32.
         use_rotary_position_embeddings: Whether the model has rotary position embeddings; checked
             against the model.
-        seq_length: The length of all sequences. With it, stages need not send each other shapes.
+        seq_length: The length of all sequences. With it, stages need not exchange shapes.
         train_iters: The number of updates of the schedule of `MegatronLMDummyScheduler`; the
             following fields belong to this schedule too.
-        weight_decay_incr_style: How the weight decay changes from `start_weight_decay` to
+        weight_decay_incr_style: The course of the weight decay from `start_weight_decay` to
             `end_weight_decay`: ``"constant"``, ``"linear"`` or ``"cosine"``.
-        start_weight_decay: The first weight decay; None is the optimizer's.
-        end_weight_decay: The last weight decay; None is the optimizer's.
-        lr_decay_style: How the learning rate decays: ``"constant"``, ``"linear"`` or ``"cosine"``.
-        lr_decay_iters: The number of updates of the decay; None is `train_iters`.
+        start_weight_decay: The first weight decay; None takes the optimizer's.
+        end_weight_decay: The last weight decay; None takes the optimizer's.
+        lr_decay_style: The shape of the learning rate decay: ``"constant"``, ``"linear"`` or
+            ``"cosine"``.
+        lr_decay_iters: The number of updates of the decay; None takes `train_iters`.
         lr_warmup_iters: The number of warm-up updates.
         lr_warmup_fraction: The warm-up as a fraction of the schedule.
         min_lr: The last learning rate.

@@ -1,4 +1,4 @@
-"""How a model and its data are split over processes: the dimensions of the device mesh."""
+"""The split of a model and its data over processes: the dimensions of the device mesh."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainer.configuration.fields import fill, nested, setting
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# From the outermost dimension to the innermost, whose processes are closest to each other.
+# From outermost to innermost; processes of the innermost dimension are closest to each other.
 _DIMENSIONS = ("dp_replicate", "dp_shard", "pp", "cp", "sp", "tp")
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
-# What a pipeline cannot be combined with, and why.
+# Settings that cannot be combined with a pipeline, with the reason.
 _NOT_IN_PIPELINES = {
     "cp": "stages pass on whole sequences: leave cp_size out.",
 }
@@ -40,7 +40,7 @@ class TorchContextParallelConfig:
 
     Raises:
         ValueError: The strategy is unknown.
-        NotImplementedError: It is ``"alltoall"``.
+        NotImplementedError: The strategy is ``"alltoall"``.
     """
 
     _env_prefix = "PARALLELISM_CONFIG_"
@@ -104,11 +104,11 @@ class TorchTensorParallelConfig:
     """Settings of ``tp_size`` above 1.
 
     Attributes:
-        enable_async_tp: Must be False: layers wait for their communication.
+        enable_async_tp: Must be False, since layers wait for their communication.
 
     Raises:
-        NotImplementedError: It is True.
-        TypeError: It is not a bool.
+        NotImplementedError: The value is True.
+        TypeError: The value is not a bool.
     """
 
     enable_async_tp: bool = False
@@ -133,12 +133,13 @@ class ParallelismConfig:
     Attributes:
         dp_replicate_size: Replicas of the model, which read different data; None takes
             ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE``, else 1.
-        dp_shard_size: Processes that share one replica and read different data (FSDP); None takes
-            ``PARALLELISM_CONFIG_DP_SHARD_SIZE``, else 1.
+        dp_shard_size: Processes over which one replica is sharded and which read different data
+            (FSDP); None takes ``PARALLELISM_CONFIG_DP_SHARD_SIZE``, else 1.
         tp_size: Processes that share each layer and read the same data (tensor parallel); None
             takes ``PARALLELISM_CONFIG_TP_SIZE``, else 1.
-        cp_size: Processes that share each sequence (context parallel): run forward inside
-            `Accelerator.maybe_context_parallel`. None takes ``PARALLELISM_CONFIG_CP_SIZE``, else 1.
+        cp_size: Processes that share each sequence (context parallel); the forward pass must run
+            inside `Accelerator.maybe_context_parallel`. None takes ``PARALLELISM_CONFIG_CP_SIZE``,
+            else 1.
         pp_size: Processes that have consecutive layers of one replica and read the same data
             (pipeline parallel), in the `Trainer`. None takes ``PARALLELISM_CONFIG_PP_SIZE``, else
             1.
@@ -257,7 +258,7 @@ class ParallelismConfig:
     def requested(
         cls, given: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None = None
     ) -> ParallelismConfig | None:
-        """Return the configuration or that of the plugin, or a new one if a variable requests it.
+        """Return the configuration, the plugin's, or a new one if a variable requests it.
 
         The variable is ``ACCELERATE_USE_PARALLELISM_CONFIG``.
 
@@ -290,7 +291,7 @@ class ParallelismConfig:
 
     @property
     def non_data_parallel_size(self) -> int:
-        """How many processes read the same data."""
+        """The number of processes that read the same data."""
         assert self.tp_size is not None
         assert self.cp_size is not None
         assert self.sp_size is not None
@@ -314,7 +315,7 @@ class ParallelismConfig:
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether layers are in stages, on different processes."""
+        """Whether layers are in stages on different processes."""
         return self._enabled("pp")
 
     @property
@@ -423,14 +424,14 @@ class TorchTensorParallelPlugin:
         check_counts(2, tp_size=self.tp_size)
 
 
-_made: tuple[Any, dict[Any, DeviceMesh]] = (None, {})  # the default group, and its meshes
+_made: tuple[Any, dict[Any, DeviceMesh]] = (None, {})  # (default group, its meshes by layout)
 
 
 def device_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     """Return a mesh of all processes; collective for the first mesh of a layout.
 
-    Nothing frees the process groups of a mesh, each of which has a communicator or polling threads,
-    so a second run with the same layout reuses the mesh of the first.
+    The process groups of a mesh are never freed, and each has a communicator or polling threads, so
+    a second run with the same layout reuses the mesh of the first.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, …

@@ -1,4 +1,4 @@
-"""Where a run writes its files."""
+"""The folders of a run's files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.checks import check_bool_fields, check_counts, explains_itself
 @explains_itself
 @dataclass(kw_only=True)
 class ProjectConfiguration:
-    """Where a run writes its files.
+    """The folders of a run's files, and the naming of its checkpoints.
 
     Example::
 

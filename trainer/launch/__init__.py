@@ -1,4 +1,4 @@
-"""Launching as a library: what `trainer launch` and the notebook launchers are made of.
+"""Launching as a library: the parts of `trainer launch` and of the notebook launchers.
 
 | module | what is there |
 |---|---|
@@ -9,7 +9,7 @@
 | `entry` `failure` | what each process runs, and which failure was the first |
 | `notebook` `function_group` `remote_call` | functions instead of scripts |
 
-This file imports nothing of torch, nor do the modules that read the configuration.
+Neither this file nor the modules that read the configuration import torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from contextlib import contextmanager
 
 
 class LaunchError(Exception):
-    """Nothing can be started, or the machines did not meet.
+    """Nothing can be started, or the rendezvous of the machines failed.
 
     Attributes:
-        code: The exit code of a command that ends with it.
+        code: The exit code of a command that ends with this error.
     """
 
     def __init__(self, message: str, code: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The configuration file as an object with the documented keys, for programs that make one."""
+"""The configuration file as an object with the documented keys, for programs that create one."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from trainer.launch.configuration import (
 @explains_itself
 @dataclass(kw_only=True)
 class ClusterConfig:
-    """The keys of the file of `trainer config`, as accelerate names them.
+    """The keys of the file of `trainer config`, under accelerate's names.
 
-    `LaunchConfiguration` describes those that have an effect. Those about clusters of TPUs, MPI and
+    `LaunchConfiguration` describes the keys that have an effect. Keys about TPU clusters, MPI and
     ``same_network`` have none, and are not written.
 
     Attributes:
         distributed_type: ``"NO"``, ``"MULTI_CPU"``, ``"MULTI_GPU"``, ``"MULTI_XPU"``, ``"XLA"``,
             ``"FSDP"``, ``"DEEPSPEED"`` or ``"MEGATRON_LM"``.
-        num_processes: The number on all machines together; -1 leaves it to the command line.
+        num_processes: The total number on all machines; -1 leaves it to the command line.
 
     Raises:
         ValueError: A value is outside its choices, values contradict each other, or SageMaker is
-            asked for.
+            requested.
         TypeError: A value has the wrong type.
     """
 
@@ -73,7 +73,7 @@ class ClusterConfig:
         self.launch_configuration()
 
     def launch_configuration(self) -> LaunchConfiguration:
-        """Return what `trainer launch` makes of it."""
+        """Return the configuration as `trainer launch` reads it."""
         arguments, _ = parse_settings(self.to_dict())
         return LaunchConfiguration(**arguments)
 
@@ -88,14 +88,14 @@ class ClusterConfig:
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | PathLike[str] | None = None) -> ClusterConfig:
-        """Read a file; None is the one that `trainer launch` reads.
+        """Read a file; None reads the file that `trainer launch` reads.
 
         Raises:
-            OSError: It cannot be read.
-            ValueError: It is invalid; see also the class.
+            OSError: The file cannot be read.
+            ValueError: The file is invalid; see also the class.
         """
         settings = read_mapping(default_path() if yaml_file is None else Path(yaml_file))
-        if settings.pop("fp16", False):  # earlier keys
+        if settings.pop("fp16", False):  # earlier name of the key
             settings.setdefault("mixed_precision", "fp16")
         if backend := settings.pop("dynamo_backend", None):
             settings.setdefault("dynamo_config", {"dynamo_backend": backend})
@@ -107,10 +107,10 @@ class ClusterConfig:
         return cls.from_yaml_file(json_file)
 
     def to_yaml_file(self, yaml_file: str | PathLike[str]) -> None:
-        """Write a file, as JSON if its name ends so.
+        """Write a file, as JSON if its name ends in ``.json``.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         write_file(Path(yaml_file), self.launch_configuration())
 
@@ -120,5 +120,5 @@ class ClusterConfig:
 
 
 def load_config_from_file(config_file: str | PathLike[str] | None) -> ClusterConfig:
-    """Read a file; None is the one that `trainer launch` reads; see `ClusterConfig`."""
+    """Read a file, None for the file that `trainer launch` reads; see `ClusterConfig`."""
     return ClusterConfig.from_yaml_file(config_file)

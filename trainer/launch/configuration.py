@@ -1,7 +1,7 @@
 """The configuration of `trainer launch`, and the file that stores it.
 
-The file has the path and the keys of the documented API: a file written by ``accelerate config`` is
-understood here, and ours is understood there.
+The file has the path and the keys of the documented API: accelerate and Cadence can read each
+other's files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_TYPES = {
 }
 _FLAG_OF_TYPES = {"MULTI_CPU": "use_cpu", "XLA": "tpu", "TPU": "tpu"}
 STARTED_ON_EACH = "start the command on each machine of a TPU"
-# Keys that have no effect here, and why.
+# Keys that have no effect here, with the reason.
 _TPU = "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env"
 _UNUSED = {
     **dict.fromkeys([*_TPU.split(), "commands", "command_file"], STARTED_ON_EACH),
@@ -73,10 +73,10 @@ _COUNTS = {  # with their minimum
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfiguration:
-    """How a script is started; None leaves a setting to the machine, environment or script.
+    """The settings for starting a script; None leaves one to the machine, environment or script.
 
     Attributes:
-        num_processes: The number of processes on all machines together.
+        num_processes: The total number of processes on all machines.
         num_machines: The number of machines.
         machine_rank: The rank of this machine, from 0.
         main_process_ip: The name or address of machine 0.
@@ -88,25 +88,25 @@ class LaunchConfiguration:
         gradient_accumulation_steps: Micro-batches per update.
         dynamo_backend: The backend of ``torch.compile``; ``"no"`` compiles nothing.
         dynamo_mode: The mode of ``torch.compile``.
-        dynamo_use_fullgraph: A part that cannot be compiled is an error.
+        dynamo_use_fullgraph: Raise an error if a part cannot be compiled.
         dynamo_use_dynamic: Compile for dynamic shapes from the start.
-        dynamo_use_regional_compilation: Compile repeated blocks by themselves.
+        dynamo_use_regional_compilation: Compile repeated blocks separately.
         num_cpu_threads_per_process: CPU threads of each process.
         enable_cpu_affinity: Bind each process to the cores near its GPU.
-        fsdp_config: Shards models over the processes with these settings of FSDP, such as
-            ``{"fsdp_offload_params": True}``; None does not.
-        deepspeed_config: Partitions models and optimizers with these settings of DeepSpeed, such as
-            ``{"zero_stage": 3}``; None does not.
+        fsdp_config: Shards models over the processes with these FSDP settings, such as
+            ``{"fsdp_offload_params": True}``; None does not shard.
+        deepspeed_config: Partitions models and optimizers with these DeepSpeed settings, such as
+            ``{"zero_stage": 3}``; None does not use DeepSpeed.
         parallelism_config: The sizes of the device mesh, such as
             ``{"parallelism_config_tp_size": 2}``.
-        megatron_lm_config: Divides a model of megatron-core with these settings, such as
-            ``{"megatron_lm_tp_degree": 2}``; None does not.
+        megatron_lm_config: Splits a megatron-core model with these settings, such as
+            ``{"megatron_lm_tp_degree": 2}``; None does not use Megatron-LM.
         fp8_config: Settings of ``mixed_precision="fp8"``, such as ``{"backend": "AO"}``.
         debug: Compare shapes before collectives start.
-        rdzv_backend: How machines meet, ``"static"`` or ``"c10d"``; None means ``"static"``, or
-            ``"c10d"`` if processes may be restarted.
-        rdzv_conf: Its options, such as ``"timeout=600,keep_alive_interval=5"``.
-        max_restarts: How often all processes are restarted after one has failed.
+        rdzv_backend: The rendezvous of machines, ``"static"`` or ``"c10d"``; None means
+            ``"static"``, or ``"c10d"`` if processes may be restarted.
+        rdzv_conf: Options of the rendezvous, such as ``"timeout=600,keep_alive_interval=5"``.
+        max_restarts: The maximum number of restarts of all processes after one has failed.
         monitor_interval: Seconds between two checks of the processes.
 
     Raises:
@@ -143,7 +143,7 @@ class LaunchConfiguration:
     monitor_interval: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check every value, and that they fit together."""
+        """Check each value and their combination."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         check_bools(**{name: given[name] for name in _FLAGS if name in given})
         for name, least in _COUNTS.items():
@@ -231,8 +231,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not a YAML or JSON mapping, has an unknown key, or asks for something that
-            is not supported.
+        ValueError: The file is not a YAML or JSON mapping, has an unknown key, or requests
+            something unsupported.
     """
     settings = read_mapping(path)
     try:
@@ -246,11 +246,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not a YAML or JSON mapping.
+        ValueError: The file is not a YAML or JSON mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        # JSON is YAML too, unless there are tabs in it.
+        # JSON without tabs is also YAML.
         loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
@@ -264,7 +264,7 @@ def parse_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     """Return the arguments of `LaunchConfiguration` in a file's keys; see `read_file`.
 
     Raises:
-        ValueError: A key is unknown, or asks for something that is not supported.
+        ValueError: A key is unknown, or requests something unsupported.
     """
     argument_names = {field.name for field in fields(LaunchConfiguration)}
     allowed = {*argument_names, *_UNUSED, *_SILENT, "compute_environment"}
@@ -289,7 +289,7 @@ def parse_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     for name in {"mixed_precision", "dynamo_backend"} & arguments.keys():
         arguments[name] = str(arguments[name] or "no")  # YAML reads a bare `no` as False
     for name in {"gpu_ids", "main_process_ip", "dynamo_mode", "rdzv_conf"} & arguments.keys():
-        arguments[name] = str(arguments[name])  # and a bare 0 as a number
+        arguments[name] = str(arguments[name])  # YAML reads a bare 0 as a number
     for name in (*_OF_TYPES, "parallelism_config", "fp8_config"):
         if not arguments.get(name):
             arguments.pop(name, None)
@@ -299,13 +299,13 @@ def parse_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     _take_accumulation(arguments)
     if settings.get("distributed_type") in _FLAG_OF_TYPES:
         arguments[_FLAG_OF_TYPES[settings["distributed_type"]]] = True
-    if arguments.get("num_processes") == -1:  # stands for "given on each command line"
+    if arguments.get("num_processes") == -1:  # means that each command line gives it
         del arguments["num_processes"]
     return arguments, notes
 
 
 def _take_accumulation(arguments: dict[str, Any]) -> None:
-    """Take the micro-batches per update out of ``deepspeed_config``, where accelerate has them."""
+    """Take the micro-batches per update out of ``deepspeed_config``, where accelerate puts them."""
     of_deepspeed = dict(arguments.get("deepspeed_config", {}))
     steps = of_deepspeed.pop("gradient_accumulation_steps", "auto")
     if "deepspeed_config" in arguments:
@@ -367,12 +367,12 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
     dynamo = {name: value for name in DYNAMO if (value := getattr(configuration, name)) is not None}
     values["dynamo_config"] = dynamo or None
     written = {key: value for key, value in values.items() if value is not None}
-    for field in fields(configuration):  # our own, only if needed: accelerate refuses such files
+    for field in fields(configuration):  # our own keys if needed, since accelerate rejects them
         value = getattr(configuration, field.name)
         if field.name not in (*values, *DYNAMO, "tpu") and value != field.default:
             written[field.name] = value
     if configuration.deepspeed_config is not None and "gradient_accumulation_steps" in written:
-        steps = written.pop("gradient_accumulation_steps")  # accelerate has it there
+        steps = written.pop("gradient_accumulation_steps")  # accelerate stores it there
         written["deepspeed_config"] = {
             **configuration.deepspeed_config,
             "gradient_accumulation_steps": steps,
@@ -398,13 +398,14 @@ def write_basic_config(
 
     Args:
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
-        save_location: The file, ``.yaml`` or ``.json``; None is where `trainer launch` looks.
+        save_location: The file, ``.yaml`` or ``.json``; None is the default path of
+            `trainer launch`.
 
     Returns:
-        The file; False if it exists, which is not changed.
+        The file; False if it already exists, in which case it is not changed.
 
     Raises:
-        ValueError: The precision or the suffix is another.
+        ValueError: The precision or the suffix is unknown.
         OSError: The file cannot be written.
     """
     place = (default_path() if save_location is None else Path(save_location)).expanduser()
@@ -419,16 +420,16 @@ def write_basic_config(
 
 
 def device_count() -> int:
-    """Return how many accelerators this machine has of which each process can have its own."""
+    """Return the number of accelerators that can be assigned to separate processes."""
     with sigint_default():
         import torch
 
-    # MPS has no collectives: its one device is for one process.
+    # MPS has no collectives, so its only device serves a single process.
     return 0 if torch.backends.mps.is_available() else accelerators()
 
 
 def accelerators() -> int:
-    """Return how many accelerators of this machine ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+    """Return the number of accelerators that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
     with sigint_default():
         import torch
 
@@ -436,7 +437,7 @@ def accelerators() -> int:
 
 
 def tpu_chips() -> int:
-    """Return how many TPU chips this machine has."""
+    """Return the number of TPU chips of this machine."""
     with sigint_default():
         from trainer import xla
 

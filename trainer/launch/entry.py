@@ -1,8 +1,8 @@
-"""What each process of `trainer launch` runs: the user's script, then a note of how it ended.
+"""The program of each `trainer launch` process: run the user's script, then record how it ended.
 
-When all have ended, the launcher reads the notes and shows the exception that came first. Only the
-standard library is imported, and this file is run by its path, so the script can import the same
-modules as under plain ``python``, such as a `trainer.py` of its own.
+When all processes have ended, the launcher reads these records and shows the first exception. Only
+the standard library is imported, and this file is run by its path, so the script can import the
+same modules as under plain ``python``, including its own `trainer.py`.
 
     python entry.py script.py arguments
     python entry.py -m module arguments
@@ -29,16 +29,16 @@ from types import ModuleType, TracebackType
 
 ERROR_PID = "CADENCE_ERROR_PID"  # the variable with the id of the process whose error file is read
 LAUNCHER = "CADENCE_LAUNCHER"  # the variable with the id of the launcher
-PATIENCE = "CADENCE_SHUTDOWN_TIMEOUT"  # that with the seconds to save in when it is gone
-SHUTDOWN_TIMEOUT = 300  # seconds that processes have to save after a signal
-REFUSED = "Refusal"  # the kind of a failure that a retry would end with too
-ENDED = "ended.json"  # the note of a run that ended after a signal, next to torch's error file
+PATIENCE = "CADENCE_SHUTDOWN_TIMEOUT"  # the variable with the seconds to save in without it
+SHUTDOWN_TIMEOUT = 300  # seconds for processes to save after a signal
+REFUSED = "Refusal"  # the kind of a failure that would recur after a retry
+ENDED = "ended.json"  # the record of a run that ended after a signal, next to torch's error file
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 class _Main(ModuleType):
-    """What `multiprocessing` knows as ``__mp_main__``: the script, once it is ``__main__``.
+    """The module that `multiprocessing` calls ``__mp_main__``: the script once it is ``__main__``.
 
     Processes that the script spawns import it by this name, and send back objects of its classes.
     """
@@ -48,12 +48,12 @@ class _Main(ModuleType):
 
 
 def main() -> None:
-    """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
+    """Run the script as ``__main__``, with its arguments, importing from its folder."""
     arguments = sys.argv[1:]
     os.environ[ERROR_PID] = str(os.getpid())
     launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
     end_with_the_launcher(launcher, int(os.environ.pop(PATIENCE, SHUTDOWN_TIMEOUT)))
-    if "__mp_main__" in sys.modules:  # by tools that Python loads at startup, such as coverage
+    if "__mp_main__" in sys.modules:  # set by tools that Python loads at startup, such as coverage
         sys.modules["__mp_main__"] = _Main("__mp_main__")
     try:
         if arguments[0] == "-m":
@@ -71,7 +71,7 @@ def main() -> None:
                 _run_file(path)
     except SystemExit as end:
         if _is_preempted(end):
-            # Not a failure, after which torch would end the others in their tear-down, or restart
+            # Not a failure, since torch would then end the others in their tear-down, or restart
             # all. The launcher exits with the code.
             _write(ENDED, {"code": end.code, **_who()})
             sys.exit(0)
@@ -88,14 +88,14 @@ def main() -> None:
 
 
 def end_with_the_launcher(launcher: int, patience: int = SHUTDOWN_TIMEOUT) -> None:
-    """End this process some time after the launcher: nobody else would.
+    """End this process some time after the launcher, since nothing else would.
 
-    SIGTERM asks the program to save and end. Its handler never runs in a process that is stuck, in
-    a collective for example, so a thread ends that one.
+    SIGTERM asks the program to save and end. Its handler never runs in a process that is stuck, for
+    example in a collective, so a thread ends such a process.
 
     Args:
-        launcher: The id of its process. If that is already gone, this process ends here.
-        patience: The seconds to save in.
+        launcher: The launcher's process id. If it is already gone, this process exits at once.
+        patience: The number of seconds in which to save.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -113,12 +113,12 @@ def _outlive(launcher: int, patience: int) -> None:
             f"rank {os.environ.get('RANK', '?')} did not end within {patience} seconds after its "
             "launcher, and is stopped.\n"
         )
-    finally:  # the terminal may be gone too
+    finally:  # the terminal may also be gone
         os._exit(1)
 
 
 def _import_from(folder: str) -> None:
-    """Replace this file's folder in ``sys.path``, where ``-P`` leaves it out."""
+    """Replace this file's folder in ``sys.path``, unless ``-P`` has left it out."""
     if not getattr(sys.flags, "safe_path", False):  # new in 3.11
         sys.path[0] = folder
 
@@ -137,18 +137,18 @@ def _run_file(path: str) -> None:
 
 
 def _fail(error: BaseException) -> None:
-    """Leave the exception to the launcher; show it here if the launcher would not show it."""
+    """Record the exception for the launcher; show it here if the launcher will not."""
     kind, own = type(error), _own(error.__traceback__)
     error.__traceback__ = own
     text = "".join(traceback.format_exception(error))
     if not write_error_file(kind.__name__, text, message=message_of(error)) or is_started_again():
         sys.excepthook(kind, error, own)
         return
-    # A service's hook may report the exception. What hooks print, the launcher prints.
+    # A library's hook may report the exception. The launcher prints the hook's output.
     with redirect_stderr(io.StringIO()):
         sys.excepthook(kind, error, own)
     rank = os.environ.get("RANK", "?")
-    # In one piece: print writes the end of the line apart, and lines of processes run together.
+    # In one write: print writes the line end separately, so lines of several processes would mix.
     sys.stderr.write(f"rank {rank} has failed: {kind.__name__}\n")
     sys.stderr.flush()
 
@@ -159,14 +159,14 @@ def message_of(error: BaseException) -> str:
 
 
 def _own(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from where the user's code begins."""
+    """Return the traceback, starting at the user's code."""
     while frames is not None and frames.tb_frame.f_code.co_filename in _OURS:
         frames = frames.tb_next
     return frames
 
 
 def _is_preempted(end: SystemExit) -> bool:
-    """Return whether it is of our class, which this file must not import."""
+    """Return whether it is our `Preempted`, which this file must not import."""
     own = ("trainer.errors", "Preempted")
     return any((each.__module__, each.__name__) == own for each in type(end).__mro__)
 
@@ -184,8 +184,8 @@ def write_error_file(kind: str, text: str, code: int = 1, *, message: str | None
 
     Args:
         kind: The kind of the failure, such as the exception's type.
-        text: What the launcher prints about it.
-        code: The code that this process is about to exit with, in case it is ended before.
+        text: The text that the launcher prints about it.
+        code: The intended exit code of this process, in case it is ended before it exits.
         message: The end of `text` without the traceback, by default all of it.
     """
     now = time.time()
@@ -200,7 +200,7 @@ def _write(name: str | None, content: object) -> bool:
     if not file or file == os.devnull:
         return False
     path = file if name is None else os.path.join(os.path.dirname(file), name)
-    aside = f"{path}.writing"  # the launcher may end this process meanwhile, and read half of it
+    aside = f"{path}.writing"  # atomic, since the launcher may end this process at any time
     with open(aside, "w", encoding="utf-8") as opened:
         json.dump(content, opened)
     os.replace(aside, path)

@@ -12,25 +12,25 @@ from typing import Any
 from trainer.launch.entry import REFUSED
 
 _TRACEBACK = "Traceback (most recent call last):"
-# How communication backends report a lost peer, in the first or last line of an exception.
+# Patterns of a lost peer in the first or last line of a communication backend's exception.
 _PEER_GONE = re.compile(r"gloo/transport|NCCL|ncclRemoteError|DistBackendError")
-_PEER_FAILED = re.compile(r"Rank \d+ failed while the others waited for it")  # our watchdog's words
-_PATIENCE = 30  # seconds that torch's agent gives the others to end before it kills them
+_PEER_FAILED = re.compile(r"Rank \d+ failed while the others waited for it")  # of our watchdog
+_PATIENCE = 30  # seconds that torch's agent waits for the others before it kills them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How a failed process ended.
+    """The end of a failed process.
 
     Attributes:
         rank: Its rank among all processes.
-        code: Its exit code; below 0 the signal that ended it.
-        seen: When the launcher noticed, in whole seconds.
-        raised: When the process noted its exception, in seconds; None if it could not.
+        code: Its exit code; if negative, the signal that ended it.
+        seen: The time when the launcher noticed, in whole seconds.
+        raised: The time when the process recorded its exception, in seconds; None if it could not.
         kind: The exception's type; "SystemExit" if the script chose its exit code.
         text: The traceback, or the message if there is none.
-        who: "rank 1 of 3 on gpu7".
-        meant: The code that it was about to exit with when it noted its exception.
+        who: The process, such as "rank 1 of 3 on gpu7".
+        meant: The exit code that the process intended when it recorded its exception.
     """
 
     rank: int
@@ -51,29 +51,29 @@ class Failure:
 
     @property
     def chosen(self) -> bool:
-        """The process ended on purpose: it was interrupted or chose its exit code."""
+        """Whether the process ended on purpose: it was interrupted or chose its exit code."""
         return self.kind == "KeyboardInterrupt" or self.text.startswith("it exited with code")
 
     @property
     def refused(self) -> bool:
-        """A command refused its arguments: it would fail again."""
+        """Whether a command rejected its arguments, so that a retry would fail again."""
         return self.kind == REFUSED
 
     @property
     def follows(self) -> bool:
-        """A collective failed, as happens to processes whose peer has ended."""
+        """Whether a collective failed, as it does in processes whose peer has ended."""
         lines = _message(self.text)
         ends = (*lines[:1], *lines[-1:])
         return any(map(_PEER_GONE.search, ends)) or _PEER_FAILED.search(self.text) is not None
 
     @property
     def ended_by_launcher(self) -> bool:
-        """The launcher ended it because another process had failed."""
+        """Whether the launcher ended it because another process had failed."""
         return self.raised is None and self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def failures_of(by_rank: Mapping[int, Any]) -> list[Failure]:
-    """Return the failures that torch reports, with what our processes noted.
+    """Return the failures that torch reports, with the records of our processes.
 
     Args:
         by_rank: The ``ProcessFailure`` of each rank, such as ``RunResult.failures``.
@@ -105,14 +105,14 @@ def failures_of(by_rank: Mapping[int, Any]) -> list[Failure]:
 def first_of(failures: list[Failure], interval: float) -> Failure:
     """Return the failure that caused the others.
 
-    It is the one whose exception was noted first, unless a process was ended by a signal that the
-    launcher did not send: such a process writes no note, its peers fail because it is gone, and the
-    launcher sees it at its next check. If a process leaves its group before its own exception is
-    noted, the others fail a moment earlier: failed collectives do not count if there is any other
-    failure.
+    It is the failure whose exception was recorded first, unless a process was ended by a signal
+    that the launcher did not send. Such a process records nothing; its peers fail because it is
+    gone, and the launcher notices it at its next check. If a process leaves its group before its
+    own exception is recorded, the others fail a moment earlier, so failed collectives do not count
+    if there is any other failure.
 
     Args:
-        failures: At least one.
+        failures: The failures; at least one.
         interval: Seconds between two checks.
     """
     earliest = min(failure.seen for failure in failures)
@@ -134,7 +134,7 @@ def first_of(failures: list[Failure], interval: float) -> Failure:
 
 
 def report(failures: list[Failure], interval: float) -> tuple[str, int]:
-    """Return the final message and the code to exit with."""
+    """Return the final message and the exit code."""
     first = first_of(failures, interval)
     others = [
         failure
@@ -173,7 +173,7 @@ def _message(text: str) -> list[str]:
 
 
 def summary(failure: Failure) -> str:
-    """Return how a process ended, in one line."""
+    """Describe the end of a process in one line."""
     if failure.text:
         lines = failure.text.splitlines()
         return lines[-1] if _TRACEBACK not in lines else _message(failure.text)[0]

@@ -1,6 +1,6 @@
 """Start and watch the processes of a launcher, with torch's elastic agent.
 
-It is imported at the first launch, since torch's launcher has many modules.
+It is imported at the first launch, since torch's launcher imports many modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RankFailed(ChildFailedError):
     The message ends with the traceback of the rank that failed first.
 
     Attributes:
-        failures: rank -> what torch knows about each process that failed.
+        failures: rank -> torch's record of each process that failed.
     """
 
     def __init__(self, message: str, failures: dict[int, ProcessFailure]) -> None:
@@ -52,7 +52,7 @@ def machines(
     port: str | int | None = None,
     conf: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return where the processes of a launch meet, as arguments of a `Group`."""
+    """Return the rendezvous of a launch, as arguments of a `Group`."""
     nodes = {"machines": (num_nodes, num_nodes)}
     if num_nodes == 1:
         return {**nodes, "backend": BACKEND, "endpoint": f"127.0.0.1:{port or 0}"}
@@ -89,10 +89,10 @@ def start(
         group = Group(command=[sys.executable, *remote_call.command(folder)], **config)
         if environment.read("OMP_NUM_THREADS") is None:
             variables["OMP_NUM_THREADS"] = environment.share_of_cores(group.processes)
-        # The notebook handles signals: Ctrl-C raises KeyboardInterrupt, which ends the ranks.
+        # The notebook handles signals: Ctrl-C raises KeyboardInterrupt here, which ends the ranks.
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
         with group.environment(name, **variables):
-            # What was printed before the launch precedes the processes' output.
+            # Earlier output must precede the output of the processes.
             sys.stdout.flush()
             sys.stderr.flush()
             try:

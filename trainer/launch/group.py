@@ -1,11 +1,12 @@
 """The processes of one machine, started and watched by torch's elastic agent.
 
-Added to the agent: a second signal reaches the processes too, a run that ended after a signal is no
-failure, the first exception is shown last, and machines learn of each other's failures.
+In addition to torch's agent: a second signal also reaches the processes, a run that ended after a
+signal is no failure, the first exception is shown last, and machines learn of each other's
+failures.
 
-Each launcher watches its own processes. If those of one machine fail before all have met, the
-others wait for them until torch gives up, after half an hour. So a launcher that gives up reports
-it in the store of the launchers' rendezvous, and the others end their processes.
+Each launcher watches its own processes. If the processes of one machine fail before all machines
+have met, the others would wait until torch gives up, after half an hour. So a launcher that gives
+up reports this in the store of the launchers' rendezvous, and the others end their processes.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ from trainer.torch_compat import ElasticAgent
 
 logger = module_logger(__name__)
 
-_PATIENCE = 10  # seconds after a second signal; then the processes are killed
+_PATIENCE = 10  # seconds from a second signal until the processes are killed
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
 _LOGGERS = ("torch.distributed.elastic", "torchelastic-events-null")
 _FAILED, _LEFT = "cadence/failed", "cadence/left"
-_LOOK = 1.0  # seconds between two looks into the store
-_GRACE = 30.0  # seconds that processes have to notice a failure themselves
-_LONGEST = 300.0  # seconds of waiting until the others have ended
-# Seconds of waiting before it is reported; if the number of machines is a range, the last call for
-# more of them takes 30.
+_LOOK = 1.0  # seconds between two reads of the store
+_GRACE = 30.0  # seconds for processes to notice a failure themselves
+_LONGEST = 300.0  # maximum seconds to wait until the others have ended
+# Seconds of waiting before a message is logged. If the number of machines is a range, the last call
+# for more of them takes 30.
 _NOTICE = 45.0
 
 
@@ -79,17 +80,18 @@ class Group:
         command: The program of each process, and its arguments.
         processes: The number of processes on this machine.
         machines: The minimum and maximum number of machines.
-        backend: How they meet: ``"static"`` or ``"c10d"``, or ``"loopback"`` on one machine.
-        endpoint: Where they meet: ``"host:port"``.
+        backend: The rendezvous backend: ``"static"`` or ``"c10d"``, or ``"loopback"`` on one
+            machine.
+        endpoint: The rendezvous address, ``"host:port"``.
         job: The name of the job; the same on all machines.
         rendezvous: More settings of the rendezvous.
-        max_restarts: How often all processes are restarted.
+        max_restarts: The maximum number of restarts of all processes.
         monitor_interval: Seconds between two checks.
-        shutdown_timeout: Seconds that processes have to save after a signal.
+        shutdown_timeout: Seconds for processes to save after a signal.
         log_dir: The folder for the output of the processes; None for no files.
-        tee: Which output also goes to the terminal, as in torch: ``"1"`` stdout, ``"2"`` stderr,
+        tee: The output that also goes to the terminal, as in torch: ``"1"`` stdout, ``"2"`` stderr,
             ``"3"`` both.
-        prefix: What each line of the processes' output begins with.
+        prefix: The prefix of each line of the processes' output.
     """
 
     command: Sequence[str]
@@ -108,7 +110,7 @@ class Group:
 
     @contextmanager
     def environment(self, folder: str, **variables: object) -> Iterator[None]:
-        """Inside, the environment is that of the processes, and torch's launcher does not log.
+        """Inside, set the environment of the processes, and silence torch's launcher.
 
         Args:
             folder: The launcher's private folder.
@@ -124,7 +126,7 @@ class Group:
 
 
 class AnotherFailed(Exception):
-    """The processes of another machine have failed, and those of this one have not noticed."""
+    """The processes of another machine have failed, and this machine's have not noticed."""
 
 
 class PeerLaunchers:
@@ -132,7 +134,7 @@ class PeerLaunchers:
 
     Args:
         store: Returns the store of the last rendezvous; None before the first.
-        all_needed: The run cannot continue without any one of them.
+        all_needed: Whether the run needs all of them to continue.
     """
 
     def __init__(self, store: Callable[[], Any], *, all_needed: bool) -> None:
@@ -147,13 +149,13 @@ class PeerLaunchers:
             return
         try:
             store.set(_FAILED, failure)
-        except RuntimeError as error:  # of the store: machine 0 is gone
+        except RuntimeError as error:  # error of the store: machine 0 is gone
             logger.debug("The failure could not be reported to the other machines: %s", error)
             return
         time.sleep(2 * _LOOK)  # the store may end with this process
 
     def raise_if_failed(self) -> None:
-        """Raise if another machine has failed and those of this one had time to notice.
+        """Raise if another machine has failed and this machine's processes had time to notice.
 
         Raises:
             AnotherFailed: Another machine reported a failure more than 30 seconds ago.
@@ -165,14 +167,14 @@ class PeerLaunchers:
             )
 
     def mark_done(self, machine: int) -> None:
-        """Report that the processes of this machine have ended, for those in `wait`."""
+        """Report that the processes of this machine have ended, for machines in `wait`."""
         try:
             self._store().set(f"{_LEFT}/{machine}", "")
         except RuntimeError as error:  # machine 0 is gone, and nobody waits
             logger.debug("The end could not be reported to the other machines: %s", error)
 
     def wait(self, machines: int) -> None:
-        """Wait until all machines have left: the store may be in this process."""
+        """Wait until all machines have left, since this process may host the store."""
         keys = [f"{_LEFT}/{machine}" for machine in range(machines)]
         end = time.monotonic() + _LONGEST
         try:
@@ -185,7 +187,7 @@ class PeerLaunchers:
     def watch(self) -> Iterator[None]:
         """Inside, watch for failures that the others report.
 
-        A thread does it, since a store on a lost machine may not answer, and the launcher has to
+        It runs in a thread, since a store on a lost machine may not answer, and the launcher has to
         watch its processes.
         """
         thread = threading.Thread(target=self._listen, name="cadence-machines", daemon=True)
@@ -202,10 +204,10 @@ class PeerLaunchers:
             try:
                 if self._store() is not store:
                     store = self._store()
-                    clone = store.clone()  # a wait on the launcher's own would block it
+                    clone = store.clone()  # waiting in the launcher's own store would block it
                 if clone is not None and clone.check([_FAILED]):
                     self._failure = clone.get(_FAILED).decode(), time.monotonic()
-            except RuntimeError as error:  # machine 0 is gone, or all are meeting again
+            except RuntimeError as error:  # machine 0 is gone, or a new rendezvous has begun
                 logger.debug("Reports of the other machines could not be read: %s", error)
 
 
@@ -213,7 +215,7 @@ class _Agent(ElasticAgent, LocalElasticAgent):
     """Torch's agent, which also forwards a second signal and reports why it restarts."""
 
     _seen: RunResult
-    peers: PeerLaunchers | None = None  # on other machines
+    peers: PeerLaunchers | None = None  # launchers on other machines
     waits_for: str | None = None  # printed if the other machines take long to join
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -222,7 +224,7 @@ class _Agent(ElasticAgent, LocalElasticAgent):
             try:
                 result: RunResult = super().run(role)
                 return result
-            except OSError as error:  # a missing program, for example
+            except OSError as error:  # for example a missing program
                 if self.peers is not None:
                     self.peers.report(f"The launcher on {socket.gethostname()} failed: {error}")
                 raise
@@ -257,7 +259,7 @@ class _Agent(ElasticAgent, LocalElasticAgent):
         return first_of(failures_of(self._seen.failures), interval)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self._seen.is_failed():  # else a machine has joined or left
+        if self._seen.is_failed():  # otherwise a machine has joined or left
             first, most = self._first_failure(), worker_group.spec.max_restarts
             how = f"with {first.kind}" if first.text and first.kind else summary(first)
             echo(
@@ -272,7 +274,7 @@ class _Agent(ElasticAgent, LocalElasticAgent):
             self.peers.mark_done(self._worker_group.group_rank)
 
     def _exit_barrier(self) -> None:
-        """Replace torch's, which also waits for machines that a failure or a signal has ended."""
+        """Replace torch's barrier, which also waits for machines that failed or got a signal."""
         self._leave()
         machines = self._worker_group.group_world_size
         if self.peers is not None and machines is not None:
@@ -287,13 +289,13 @@ class _Agent(ElasticAgent, LocalElasticAgent):
                 super()._shutdown(death_sig, timeout)
                 return
             except SignalException as again:
-                # A second Ctrl-C asks to end now, a third one to end whatever is lost.
+                # A second Ctrl-C requests to end now, a third one to kill the processes.
                 death_sig = signal.SIGKILL if hurried else again.sigval
                 timeout, hurried = _PATIENCE, True
 
 
 class _Logs(DefaultLogsSpecs):
-    """Torch's log settings, which keep the paths of the notes of the last attempt's processes."""
+    """Torch's log settings, which keep the paths of the records of the last attempt's processes."""
 
     _files: Mapping[int, str] = {}
 
@@ -308,7 +310,7 @@ class _Logs(DefaultLogsSpecs):
         return [json.loads(note.read_text())["code"] for note in notes if note.exists()]
 
     def failures(self) -> list[Failure]:
-        """Return the exceptions of the processes that did not."""
+        """Return the exceptions of the processes that did not end this way."""
         noted = {
             rank: ProcessFailure(local_rank=rank, pid=0, exitcode=1, error_file=file)
             for rank, file in self._files.items()
@@ -321,7 +323,7 @@ class _Logs(DefaultLogsSpecs):
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Inside, torch's launcher does not log: it raises the failure, which is reported once."""
+    """Silence torch's launcher inside: it raises the failure, which is reported once."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [each.propagate for each in loggers]
     nowhere = logging.NullHandler()
@@ -345,7 +347,7 @@ def run_group(group: Group) -> int:
         failed while ending after a signal gives 1.
 
     Raises:
-        LaunchError: The machines did not meet.
+        LaunchError: The rendezvous of the machines failed.
         OSError: The program cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="cadence-launch-") as folder:
@@ -384,13 +386,13 @@ def _not_met(group: Group, error: BaseException | None) -> str:
     if group.machines[1] == 1:
         return str(error)
     if isinstance(error, RendezvousConnectionError):
-        error = error.__cause__  # it says no more than that there is one
+        error = error.__cause__  # it adds no information
     reason = str(error).rstrip(".")
     return f"the rendezvous of the launchers at {group.endpoint} failed: {reason}. {_where(group)}"
 
 
 def _where(group: Group) -> str:
-    """Return what the machines need to meet."""
+    """Return the rendezvous settings that the machines need."""
     host, _, port = group.endpoint.rpartition(":")
     numbered = group.backend == "static" or "is_host" in group.rendezvous
     return (
@@ -407,12 +409,12 @@ def _report_failures(failures: list[Failure], group: Group) -> int:
 
 
 def _is_deaf_to(name: str) -> bool:
-    """Return whether the signal is ignored: under ``nohup`` the terminal's end is not the run's."""
+    """Return whether the signal is ignored, as SIGHUP is under ``nohup``."""
     return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def _worker_spec(group: Group, role: str) -> WorkerSpec:
-    """Return what torch's agent is told: where the machines meet, and what it starts."""
+    """Return the settings of torch's agent: the rendezvous, and the processes to start."""
     host, _, port = group.endpoint.rpartition(":")
     address = reachable_from(host)  # others may not resolve this one's host name
     handler = rendezvous.get_rendezvous_handler(
@@ -448,8 +450,8 @@ def run_agent(
 
     Args:
         group: The settings.
-        logs: Where their output goes.
-        signals: The names of the signals that end them.
+        logs: The destination of their output.
+        signals: The names of the signals that end the processes.
         role: Torch's name for the group.
 
     Raises:

@@ -38,12 +38,12 @@ def notebook_launcher(
 ) -> Any:
     """Run a function of a notebook in several processes that train together.
 
-    A single process is the notebook's own. Several are new processes, started as by ``torchrun``,
-    so it does not matter what the notebook has done before: CUDA may be in use, an `Accelerator`
-    may exist. The function, its arguments and what they use from the notebook are copied to the
-    processes; changes to them stay there, and only the return value of rank 0 comes back. The
-    output of the processes appears below the cell. Interrupting the cell, or ending the notebook,
-    ends them after a `Trainer` in them has saved.
+    With one process, the function runs in the notebook's process. Several processes are newly
+    started, as by ``torchrun``, so the state of the notebook does not matter: CUDA may be in use,
+    and an `Accelerator` may exist. The function, its arguments and everything they use from the
+    notebook are copied to the processes. Changes to the copies are not copied back; only the return
+    value of rank 0 is. The output of the processes appears below the cell. If the cell is
+    interrupted or the notebook ends, the processes end after their `Trainer`, if any, has saved.
 
     Example::
 
@@ -55,30 +55,31 @@ def notebook_launcher(
         loss = notebook_launcher(train, args=(10,))  # one process for each GPU
 
     Args:
-        function: Does the whole training. It creates its own `Accelerator` or `Trainer`.
+        function: The whole training. It creates its own `Accelerator` or `Trainer`.
         args: Its arguments.
         num_processes: The number of processes on this machine; by default one per accelerator or,
             with ``PJRT_DEVICE=TPU``, chip; or one if there is none.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``, unless the function's `Accelerator`
             sets it.
-        use_port: The rendezvous port; by default a free one, or 29500 with several machines.
-            Whoever reaches it on a network can run code in the processes: use a private one. On one
-            machine it can be reached from there only.
+        use_port: The rendezvous port; by default a free one, or 29500 with several machines. Anyone
+            who can reach it can run code in the processes, so use a private network. With a single
+            machine, it can only be reached from that machine.
         master_addr: The address of the first machine.
         node_rank: The rank of this machine.
-        num_nodes: The number of machines that run the same cell, with as many processes each.
+        num_nodes: The number of machines that run the same cell, each with the same number of
+            processes.
         rdzv_backend: The rendezvous backend for several machines, as for ``torchrun``.
         rdzv_endpoint: The rendezvous address; by default `master_addr` and `use_port`.
         rdzv_conf: Settings of the rendezvous backend.
         rdzv_id: The name of the job, the same on all machines.
-        max_restarts: How often all processes are restarted after one has failed.
+        max_restarts: The maximum number of restarts of all processes after one has failed.
         monitor_interval: Seconds between two checks of the processes.
-        log_line_prefix_template: What each line of the processes' output begins with, as for
-            ``torchrun``: ``"[rank ${rank}] "``.
+        log_line_prefix_template: The prefix of each line of the processes' output, as for
+            ``torchrun``, such as ``"[rank ${rank}] "``.
 
     Returns:
-        What rank 0 returned; None if it cannot be pickled (with a warning), if ``max_time`` of a
-        `Trainer` has ended the processes, and on the other machines.
+        The return value of rank 0; None if it cannot be pickled (with a warning), if ``max_time``
+        of a `Trainer` has ended the processes, and on the other machines.
 
     Raises:
         TypeError: `function` is not callable, or `args` is not a sequence.
@@ -120,9 +121,9 @@ def notebook_launcher(
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> Any:
-    """Run a function in several processes on the CPU, to try code for several devices.
+    """Run a function in several processes on the CPU, to test code for several devices.
 
-    The processes are new ones, as for `notebook_launcher`.
+    New processes are started, as in `notebook_launcher`.
 
     Example::
 
@@ -132,7 +133,7 @@ def debug_launcher(
         num_processes = debug_launcher(train, num_processes=2)
 
     Args:
-        function: What each process runs.
+        function: The function that each process runs.
         args: Its arguments.
         num_processes: The number of processes.
 
@@ -173,7 +174,7 @@ def _check(
 
 
 def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str) -> Any:
-    # The function may create another `Accelerator` than that of the last launch.
+    # The function may create an `Accelerator` that differs from that of the last launch.
     for kind in _STATES:
         if _OF_LAUNCH in kind._shared_state:
             kind._shared_state = {}
@@ -196,10 +197,10 @@ def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str)
 
 @contextmanager
 def _state_of_launch() -> Iterator[None]:
-    """Restore the state of an `Accelerator` that existed before, on exit.
+    """On exit, restore the state of an `Accelerator` that existed before.
 
-    One that is created inside stays until the next launch: the notebook continues with what the
-    function returned, such as its `Trainer`.
+    The state of one created inside is kept until the next launch, since the notebook continues with
+    the function's result, such as its `Trainer`.
     """
     before = [dict(kind._shared_state) for kind in _STATES]
     try:

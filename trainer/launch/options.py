@@ -1,4 +1,4 @@
-"""The options of `trainer launch`, under the names that users of other launchers know."""
+"""The options of `trainer launch`, under the names used by other launchers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.launch.settings import (
 
 _TPU = f"{STARTED_ON_EACH}, such as by gcloud compute tpus tpu-vm ssh NAME --worker=all"
 _SAGEMAKER = "use Amazon SageMaker's launcher, which starts processes like torchrun"
-# Options of the documented API that are not supported, and why.
+# Options of the documented API that are not supported, with the reason.
 REFUSED = {
     **dict.fromkeys(["tpu_cluster", "tpu_use_sudo", "vm", "env"], _TPU),
     **dict.fromkeys(["aws_access_key_id", "aws_secret_access_key"], _SAGEMAKER),
@@ -44,18 +44,18 @@ class _OneSpelling(argparse.RawDescriptionHelpFormatter):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add all options, and the script with its arguments; those not given are None or False."""
+    """Add all options, and the script with its arguments; omitted options are None or False."""
     parser.formatter_class = _OneSpelling
     parser.usage = "%(prog)s [OPTION ...] script.py [ARGUMENT ...]"  # there are more than thirty
     for add_group in (_processes, _training, _fp8, _sharding, _machines, _output):
         add_group(parser)
     what = "the script, or with -m a module; and its own arguments"
-    # One word and all that follow, including a --.
+    # One word and all words after it, including a --.
     parser.add_argument("words", nargs=argparse.PARSER, metavar="script.py", help=what)
 
 
 def _add(group: argparse._ActionsContainer, *names: str, **kwargs: Any) -> None:
-    """Add an option under each name with ``_`` and with ``-``; with nothing but a help, a flag."""
+    """Add an option under each name, with ``_`` and with ``-``; a flag if only `help` is given."""
     if kwargs.keys() == {"help"}:
         kwargs["action"] = "store_true"
     spellings = [
@@ -184,7 +184,7 @@ def _machines(parser: argparse.ArgumentParser) -> None:
     _add(group, "--rdzv_conf", metavar="KEY=VALUE,…", help="its settings, such as timeout=600")
     what = "how long processes may save after a signal (default 300)"
     _add(group, "--shutdown_timeout", type=count, metavar="SECONDS", help=what)
-    # They have no effect here, or are refused.
+    # Options without effect, or rejected ones.
     for name in ("same_network", "downcast_bf16", "no_tpu_cluster", *_REFUSED_FLAGS):
         _add(group, f"--{name}", help=argparse.SUPPRESS)
     for name in ("main_training_function", "role", *LAUNCHER, *REFUSED.keys() - _REFUSED_FLAGS):

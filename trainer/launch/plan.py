@@ -1,8 +1,8 @@
-"""From options, file and environment to the processes of this machine, and their start.
+"""Plan this machine's processes from options, file and environment, and start them.
 
-A single process that needs no watching is replaced by the script, and so is each that `srun` or
-`mpirun` has started: the variables that these set say what `trainer` needs to know. Other processes
-are started by torch's elastic agent, see `trainer.launch.group`.
+A single process that needs no watching is replaced by the script. So is each process that `srun` or
+`mpirun` has started, whose environment has all that `trainer` needs. Other processes are started by
+torch's elastic agent, see `trainer.launch.group`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from trainer.launch.options import REFUSED, add_options
 from trainer.launch.settings import FP8, LAUNCHER, SECTIONS
 
 _AS_LIGHTNING = Path(__file__).parents[1] / "lightning" / "as_lightning"
-_SLURM_GRACE = 120  # seconds before its time limit that a job is signalled
+_SLURM_GRACE = 120  # seconds before its time limit at which a job gets a signal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is about to be started.
+    """The processes to start.
 
     Attributes:
-        here: This process is replaced by the script and not watched.
+        here: Replace this process by the script, without watching it.
         processes: The number of processes on this machine.
         machines: The minimum and maximum number of machines.
         variables: Environment variables to set.
@@ -58,14 +58,14 @@ class Plan:
 
 
 def run(arguments: argparse.Namespace, *, replace: bool = True) -> int:
-    """Start what the arguments, the file and the environment describe, and wait until it ends.
+    """Start the run described by arguments, file and environment, and wait until it ends.
 
     Args:
-        arguments: What a parser with `add_options` has parsed.
-        replace: A single process takes the place of this one.
+        arguments: The result of a parser with `add_options`.
+        replace: Let a single process replace this one.
 
     Returns:
-        0, or the exit code of what was started.
+        0, or the exit code of the run.
 
     Raises:
         argparse.ArgumentTypeError: The arguments are invalid; nothing was started.
@@ -114,10 +114,10 @@ def launch_command_parser() -> argparse.ArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Do what the parsed arguments of `trainer launch` ask for, and return when it has ended.
+    """Run `trainer launch` with parsed arguments, and return when it has ended.
 
     Raises:
-        SystemExit: It failed; the code is that of `trainer launch`.
+        SystemExit: The run failed; the code is that of `trainer launch`.
         Exception: See `run`.
     """
     if code := run(args, replace=False):
@@ -213,13 +213,13 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
 def _take_sharding(
     arguments: argparse.Namespace, from_file: dict[str, Any], from_command_line: dict[str, Any]
 ) -> None:
-    """Put the options of FSDP, DeepSpeed, Megatron-LM and the mesh over those of the file.
+    """Override the file's settings of FSDP, DeepSpeed, Megatron-LM and the mesh by the options.
 
     Raises:
-        argparse.ArgumentTypeError: One is given, but nothing asks to shard.
+        argparse.ArgumentTypeError: An option is given whose engine is not requested.
     """
     engines = {asks: key for key, (asks, _) in SECTIONS.items() if key != "parallelism_config"}
-    if any(getattr(arguments, engine) for engine in engines):  # and not the file's
+    if any(getattr(arguments, engine) for engine in engines):  # these replace the file's
         for engine, section in engines.items():
             if not getattr(arguments, engine):
                 from_file.pop(section, None)
@@ -236,8 +236,8 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
     """Return the plan for this machine.
 
     Raises:
-        argparse.ArgumentTypeError: The machine lacks requested devices, or nothing says where
-            machines meet.
+        argparse.ArgumentTypeError: The machine lacks requested devices, or the rendezvous address
+            is missing.
     """
     machines = arguments.nnodes or (configuration.num_machines, configuration.num_machines)
     _check_devices(arguments, configuration)
@@ -256,7 +256,7 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
                 "the name or address of machine 0."
             )
         if processes > 1 and environment.read("OMP_NUM_THREADS") is None:
-            # Otherwise each would start as many threads as there are cores.
+            # Otherwise each process would start as many threads as there are cores.
             variables.setdefault("OMP_NUM_THREADS", str(environment.share_of_cores(processes)))
     return Plan(
         here=here,
@@ -268,7 +268,7 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
 
 
 def _is_started(arguments: argparse.Namespace) -> bool:
-    """Return whether another launcher has started this process as one of those to be used."""
+    """Return whether another launcher started this process as one of the run's processes."""
     try:
         launch = environment.detect_launch()
     except ValueError as error:  # the variables contradict each other
@@ -308,16 +308,16 @@ def _on_cpu(configuration: LaunchConfiguration) -> bool:
 
 
 def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> None:
-    """Raise if requested devices do not exist: the CPU would silently do their work.
+    """Raise if requested devices do not exist, since the run would silently use the CPU.
 
-    ``gpu_ids: all`` in a file requests none, since files contain it on any machine. Names such as
+    ``gpu_ids: all`` in a file does not count, since files have it on any machine. Names such as
     ``GPU-8932f937`` are left to CUDA.
     """
     ids = configuration.gpu_ids
     names = [] if ids in (None, "all") else str(ids).split(",")
     if not (names or arguments.gpu_ids or arguments.multi_gpu) or _on_cpu(configuration):
         return
-    # Numbers replace the variable of the shell, and count the devices of the machine.
+    # Numbers replace the shell's variable, and refer to all devices of the machine.
     with environment.without("CUDA_VISIBLE_DEVICES") if names else nullcontext():
         there = accelerators()
     existing = {str(number) for number in range(there)}
@@ -343,12 +343,12 @@ def _variables(arguments: argparse.Namespace, configuration: LaunchConfiguration
 
 
 def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
-    """Return the command of a process, through `entry.py` if the launcher reads its note."""
+    """Return the command of a process, run by `entry.py` if the launcher reads its record."""
     if arguments.no_python:
         return list(arguments.words)
     entry = [str(Path(__file__).with_name("entry.py"))] if noted else []
     module = ["-m"] if arguments.module else []
-    flags, _ = environment.interpreter_command(sys.orig_argv)  # such as -W error
+    flags, _ = environment.interpreter_command(sys.orig_argv)  # options such as -W error
     flags = [*(flag for flag in flags if flag != "-u"), "-u"]
     return [sys.executable, *flags, *entry, *module, *arguments.words]
 
@@ -357,7 +357,7 @@ def _start_group(
     arguments: argparse.Namespace, configuration: LaunchConfiguration, plan: Plan
 ) -> int:
     with sigint_default():
-        from trainer.launch.group import Group, run_group  # torch: not for a dry run
+        from trainer.launch.group import Group, run_group  # imports torch, not needed for a dry run
 
     elastic = plan.machines[0] != plan.machines[1] or configuration.max_restarts > 0
     backend = configuration.rdzv_backend or (
@@ -366,7 +366,7 @@ def _start_group(
     more = _pairs(configuration.rdzv_conf)
     meeting: dict[str, Any] = {}
     if plan.machines[1] > 1:
-        # Machine 0 hosts the rendezvous, under whatever name the others know it.
+        # Machine 0 hosts the rendezvous, whatever its name is on the others.
         if arguments.nnodes is None and backend == "c10d":
             more.setdefault("is_host", str(configuration.machine_rank == 0))
         if backend == "static":
@@ -408,9 +408,9 @@ def _pairs(text: str) -> dict[str, Any]:
 def _batch_script(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> str:
     """Return a batch script for SLURM: one task for each process, started by `srun`.
 
-    SLURM tells each task its rank; there is no other launcher in between. Shortly before its time
-    limit the job gets SIGUSR1: the run is saved and, with ``Trainer(slurm_requeue=True)``, requeued
-    and later resumed.
+    SLURM sets each task's rank, without another launcher. Shortly before its time limit the job
+    gets SIGUSR1: the run is saved. With ``Trainer(slurm_requeue=True)`` the job is requeued and
+    later resumes.
     """
     processes, threads = (
         _processes(arguments, configuration),
@@ -427,7 +427,7 @@ def _batch_script(arguments: argparse.Namespace, configuration: LaunchConfigurat
     options += [f"--signal=USR1@{_SLURM_GRACE}", "--requeue", "--open-mode=append"]
     command = _command(arguments, noted=False)
     if not arguments.no_python:
-        command[0] = "python"  # the one in the environment of the nodes
+        command[0] = "python"  # use the interpreter in the nodes' environment
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {each}" for each in options + (arguments.sbatch or [])),

@@ -1,12 +1,12 @@
 """Send a call to new processes, run it there and return its result.
 
 The launcher and its processes share a folder, which only their user can read and which is deleted
-after the call. It contains ``call``, the function and its arguments; ``value``, what rank 0
-returned; and for each rank the file that torch's launcher reads if a process has failed.
+after the call. It contains ``call``, the function and its arguments; ``value``, rank 0's return
+value; and for each rank the file that torch's launcher reads if a process has failed.
 
-The processes are new interpreters, not forks: a fork of a process that has used OpenMP hangs in its
-first parallel operation, and cannot use CUDA at all. So functions defined in a notebook are pickled
-by value, with all that they use.
+The processes are new interpreters, not forks. A fork of a process that has used OpenMP hangs in its
+first parallel operation, and a fork of one that has used CUDA cannot use CUDA. So functions defined
+in a notebook are pickled by value, with everything they use.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from trainer.launch import entry
 logger = module_logger(__name__)
 
 _CALL, _VALUE = "call", "value"
-# Objects that describe this process and its peers, or were prepared for them: invalid in another.
+# Objects that belong to this process and its peers, and are invalid in another process.
 _BOUND = {
     "trainer.trainer": "Trainer",
-    "trainer.state.shared": "Shared",  # each `Accelerator` has it
+    "trainer.state.shared": "Shared",  # part of every `Accelerator`
     "trainer.data.dataloader": "PreparedLoader",
     "trainer.optim.optimizer": "AcceleratedOptimizer",
     "trainer.optim.scheduler": "AcceleratedScheduler",
@@ -43,7 +43,8 @@ def write_call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
     """Write a call to the folder.
 
     Raises:
-        ValueError: It uses something that cannot be sent, or an `Accelerator` of this process.
+        ValueError: The call uses something that cannot be sent, or an `Accelerator` of this
+            process.
         ImportError: cloudpickle is not installed.
     """
     name = getattr(function, "__name__", repr(function))
@@ -70,17 +71,17 @@ def command(folder: Path) -> list[str]:
 
 
 def read_value(folder: Path) -> Any:
-    """Return what rank 0 returned; None if it ran on another machine or the value was not sent."""
+    """Return rank 0's result; None if rank 0 was on another machine or the value was not sent."""
     path = folder / _VALUE
     return _unpack(path) if path.exists() else None
 
 
 class _OfThisProcessError(Exception):
-    """Something describes this process and would be invalid in another."""
+    """An object belongs to this process and would be invalid in another."""
 
 
 def _pack(value: object) -> bytes:
-    """Pickle `value`, with the functions and classes of a notebook in it."""
+    """Pickle `value`, including a notebook's functions and classes."""
     try:
         import cloudpickle
     except ImportError as error:
@@ -108,9 +109,9 @@ def _pack(value: object) -> bytes:
 
 
 def with_files(reducers: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return reducers of cloudpickle with which code keeps the name of its file.
+    """Return cloudpickle reducers that keep the file names of code.
 
-    cloudpickle 3.1.3 began to replace it, and with it the lines of code in every traceback.
+    Since 3.1.3, cloudpickle replaces them, so that tracebacks show no lines of code.
     """
     reduce = reducers[CodeType]
 
@@ -127,14 +128,14 @@ def _build_code(build: Callable[..., CodeType], args: tuple[Any, ...], file: str
 
 def _unpack(path: Path) -> Any:
     with path.open("rb") as file:
-        # Not a user's file: our own processes wrote it a moment ago, to our own folder.
+        # Not a user's file: our own processes have just written it to our own folder.
         return pickle.load(file)  # noqa: S301
 
 
 def _lines_without_files() -> Mapping[str, Any]:
     """Return the source of notebook cells, without which their tracebacks would show no code."""
     return {
-        name: (entry[0], None, *entry[2:])  # with a time, linecache would look for the file
+        name: (entry[0], None, *entry[2:])  # with a time, linecache would check the file
         for name, entry in list(linecache.cache.items())
         if len(entry) == 4 and not Path(name).exists()
     }
@@ -144,7 +145,7 @@ def _lines_without_files() -> Mapping[str, Any]:
 
 
 def work(folder: str, parent: int) -> None:
-    """Run the call in the folder as one rank, and leave its result or error there."""
+    """Run the call in the folder as one rank, and write its result or error there."""
     entry.end_with_the_launcher(parent)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # whole lines, at once
@@ -155,7 +156,7 @@ def work(folder: str, parent: int) -> None:
             _leave_value(place, value)
     except SystemExit as end:
         if isinstance(end, Preempted) and end.code == TIMEOUT_EXIT_CODE:
-            return  # all ranks end alike, and the run is saved: nothing has failed
+            return  # all ranks end this way with the run saved, so it is no failure
         if end.code:
             entry.write_error_file("SystemExit", f"SystemExit: exit code {end.code}")
         raise

@@ -1,9 +1,10 @@
-"""How the processes of one machine find each other, out of reach of anybody else.
+"""The private rendezvous of the processes of one machine.
 
-torch's rendezvous listens on all addresses and unpickles what it is sent. Machines have to use it;
-on one machine there is nothing to negotiate. Its processes meet in files in the launcher's folder,
-which only their user can read. Scripts that call `torch.distributed.init_process_group` themselves
-find a store at ``MASTER_ADDR`` and ``MASTER_PORT``, which listens on the loopback interface only.
+torch's rendezvous listens on all addresses and unpickles what it receives. Several machines have to
+use it, but one machine has nothing to negotiate. Its processes meet in files in the launcher's
+folder, which only the user can read. Scripts that call `torch.distributed.init_process_group`
+themselves find a store at ``MASTER_ADDR`` and ``MASTER_PORT``, which listens on the loopback
+interface only.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _ADDRESS = "127.0.0.1"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of one agent: each attempt of its processes has stores of its own.
+    """The rendezvous of one agent: each attempt of its processes has its own stores.
 
     Args:
-        parameters: torch's. The endpoint ends with ``:port``, where 0 is a free one.
+        parameters: torch's parameters. The endpoint ends with ``:port``; 0 selects a free port.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -45,7 +46,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the processes use this store, instead of one made by rank 0."""
+        """Whether the processes use this store instead of one created by rank 0."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -65,7 +66,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: no other agent takes part."""
+        """Do nothing, since there are no other agents."""
 
     def num_nodes_waiting(self) -> int:
         """Return the number of agents that wait to take part."""
@@ -99,7 +100,7 @@ def _serve(port: str) -> TCPStore:
 
 
 def private_variables(folder: str) -> dict[str, str]:
-    """Return the variables with which the processes of one machine are reached only by it.
+    """Return the variables that restrict access to the processes to their own machine.
 
     Args:
         folder: The launcher's private folder.

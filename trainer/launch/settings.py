@@ -1,7 +1,8 @@
 """Settings of torch.compile, FSDP, DeepSpeed, Megatron-LM, the mesh and fp8.
 
-They are fields of `trainer.configuration`, which the processes fill in from the environment. A name
-is the same as an option and as a key: ``--fsdp_offload_params`` and ``fsdp_offload_params``.
+They are fields of the dataclasses in `trainer.configuration`, which the processes read from the
+environment. Options and keys have the same names: ``--fsdp_offload_params`` and
+``fsdp_offload_params``.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from trainer.configuration.fp8 import BACKEND
 from trainer.enums import FP8BackendType
 from trainer.environment import FALSE, TRUE
 
-# By option, which is the key of the file as well.
+# By option; the file's keys have the same names.
 DYNAMO = options_of(TorchDynamoPlugin)
 FP8 = {BACKEND.option: BACKEND, **options_of(AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)}
 FSDP = options_of(FullyShardedDataParallelPlugin)
 DEEPSPEED = options_of(DeepSpeedPlugin)
 MESH = options_of(ParallelismConfig)
 MEGATRON = options_of(MegatronLMPlugin)
-# By section of the file: the option that asks for it, and its settings.
+# By section of the file: the option that requests it, and its settings.
 SECTIONS = {
     "fsdp_config": ("use_fsdp", FSDP),
     "deepspeed_config": ("use_deepspeed", DEEPSPEED),
     "parallelism_config": ("use_parallelism_config", MESH),
     "megatron_lm_config": ("use_megatron_lm", MEGATRON),
 }
-# Options of DeepSpeed's own launcher for several machines, and the values that mean ours.
+# Options of DeepSpeed's own multi-node launcher, and the values that mean our launcher.
 LAUNCHER = {
     "deepspeed_multinode_launcher": ("standard", "nossh"),
     "deepspeed_hostfile": (),
     "deepspeed_exclusion_filter": (),
     "deepspeed_inclusion_filter": (),
 }
-# What a configuration of DeepSpeed says itself.
+# Options that a DeepSpeed configuration has itself.
 _IN_FILE = [name for name in DEEPSPEED if not name.startswith(("deepspeed_", "zero3_init"))]
 _OTHER_FP8_NAMES = {"fp8_amax_compute_algorithm": "fp8_amax_compute_algo"}
 
@@ -57,7 +58,7 @@ def count(text: str) -> int:
     """Return the value of an option as a number of 1 or more.
 
     Raises:
-        argparse.ArgumentTypeError: It is something else.
+        argparse.ArgumentTypeError: The value is something else.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of 1 or more")
@@ -68,7 +69,7 @@ def truth(text: str) -> bool:
     """Return the value of an option or an answer as a bool.
 
     Raises:
-        argparse.ArgumentTypeError: It is something else.
+        argparse.ArgumentTypeError: The value is something else.
     """
     if text.lower() not in TRUE | FALSE:
         raise argparse.ArgumentTypeError(f"{text!r} must be yes or no")
@@ -79,7 +80,7 @@ def limit(text: str) -> float | str:
     """Return ``"auto"``, or a number.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The text is neither.
     """
     return text if text == "auto" else float(text)
 
@@ -88,7 +89,7 @@ def three_bools(text: str) -> tuple[bool, ...]:
     """Return ``"false,true,true"`` as a tuple.
 
     Raises:
-        ValueError: There are not three, or one is no bool.
+        ValueError: There are not three values, or one is not a bool.
     """
     values = tuple(truth(word.strip()) for word in text.strip("()[]").split(","))
     if len(values) != 3:
@@ -97,10 +98,11 @@ def three_bools(text: str) -> tuple[bool, ...]:
 
 
 def settings_of_deepspeed(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the settings of ``deepspeed_config`` without those of a launcher like ours.
+    """Return the settings of ``deepspeed_config`` without settings that mean our launcher.
 
     Raises:
-        ValueError: One belongs to DeepSpeed's own launcher, or is also in the configuration's file.
+        ValueError: A setting belongs to DeepSpeed's own launcher, or is also in the configuration's
+            file.
     """
     if settings is None:
         return None
@@ -126,13 +128,13 @@ def check_settings(
     """Check the names of settings, and that the sizes fit the number of processes.
 
     Args:
-        sections: Settings by section; None does not ask for it.
+        sections: Settings by section; None for a section that is not requested.
         processes: The number of processes; None if it is not known.
         cpu: Whether they use the CPU.
 
     Raises:
-        ValueError: A name is unknown, the product of the sizes differs, several sections divide the
-            model, or Megatron-LM is to use the CPU.
+        ValueError: A name is unknown, the product of the sizes differs, several sections split the
+            model, or Megatron-LM is requested on the CPU.
         TypeError: A size is not an int.
     """
     requested = {name: settings for name, settings in sections.items() if settings is not None}

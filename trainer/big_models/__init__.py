@@ -10,10 +10,10 @@
         model, "checkpoint", device_map="auto", offload_folder="offload"
     )
 
-`device_map` computes which module goes where, `dispatch` places the modules of a model, `loading`
-reads a checkpoint to those devices, `quantization` does so in 8 or 4 bits, `offload` keeps weights
-on disk, `hooks` bring inputs and weights together for each forward pass, and `attach` gives a model
-its hooks.
+`device_map` assigns modules to devices, `dispatch` places the modules of a model, `loading` reads a
+checkpoint to those devices, `quantization` does so in 8 or 4 bits, `offload` keeps weights on disk,
+`hooks` bring inputs and weights together for each forward pass, and `attach` attaches hooks to a
+model.
 """
 
 from trainer.big_models.attach import (

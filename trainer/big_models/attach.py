@@ -1,4 +1,4 @@
-"""Attach hooks to all modules of a model, by what they contain and where it is placed."""
+"""Attach hooks to all modules of a model, depending on their weights and the placement of these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.big_models.hooks import AlignDevicesHook, LayerwiseCastingHook, add
 from trainer.big_models.offload import PrefixedDataset
 from trainer.big_models.tensors import Device, TiedCopies, longest_prefix
 
-# These use the weights of their submodules without calling the submodules.
+# Modules that use the weights of their submodules without calling the submodules.
 PRELOADED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 CASTABLE = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -33,7 +33,7 @@ def attach_execution_device_hook(
         module: The module; changed in place.
         execution_device: The device of inputs and weights.
         skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes; the submodules of such modules get no hook.
+        preload_module_classes: Names of classes whose submodules get no hook.
         tied_params_map: See `AlignDevicesHook`.
     """
     classes = preload_module_classes or ()
@@ -205,7 +205,7 @@ def _below(weights_map: Mapping[str, Tensor] | None, name: str) -> Mapping[str, 
 def _walk(
     module: nn.Module, handles_submodules: Callable[[str, nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield a module and its submodules, without those below one that handles its submodules.
+    """Yield a module and its submodules, except those below one that handles its submodules.
 
     Yields:
         The name, the module, and whether it handles its submodules.

@@ -1,4 +1,4 @@
-"""Device maps: which module goes to which accelerator, to the CPU or to the disk.
+"""Device maps: the assignment of modules to accelerators, the CPU and the disk.
 
 A device map is a dict from the names of modules (or single tensors) to devices: an accelerator's
 index or any ``torch.device``, ``"cpu"`` or ``"disk"``. The longest matching name wins; ``""`` names
@@ -76,7 +76,7 @@ def compute_module_total_buffer_size(
     dtype: str | torch.dtype | None = None,
     special_dtypes: Dtypes | None = None,
 ) -> int:
-    """Return the bytes of all buffers of a model; see `compute_module_sizes`."""
+    """Return the total bytes of a model's buffers; see `compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
@@ -87,11 +87,11 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """Return the bytes of the largest layer, and the names of all layers of that size.
 
-    A layer is a module (or tensor) without submodules, or one of a class that is not split.
+    A layer is a module (or tensor) without submodules, or a module of a class that is not split.
 
     Args:
-        modules: Named modules and tensors, in which layers are looked for.
-        module_sizes: What `compute_module_sizes` has returned.
+        modules: Named modules and tensors to search for layers.
+        module_sizes: The result of `compute_module_sizes`.
         no_split_module_classes: Names of classes.
     """
     largest, names = 0, []
@@ -105,7 +105,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of a model, and of its largest layer with the names of all of that size.
+    """Return the bytes of a model, the bytes of its largest layer, and all layers of that size.
 
     Args:
         model: The model; classes in its ``_no_split_modules`` are layers.
@@ -114,7 +114,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def maximum_sizes(model: nn.Module, sizes: Mapping[str, int]) -> tuple[int, tuple[int, list[str]]]:
-    """Return what `calculate_maximum_sizes` does, by sizes of `compute_module_sizes`."""
+    """Return the result of `calculate_maximum_sizes`, given `compute_module_sizes`'s."""
     blocks: list[Block] = [
         *model.named_parameters(recurse=False),
         *model.named_children(),
@@ -139,7 +139,7 @@ def _submodules(name: str, part: nn.Module | Tensor) -> list[Block]:
 
 
 def _containers(name: str) -> list[str]:
-    """Return the names of the modules that a module or tensor is in, without the model itself."""
+    """Return the names of the modules that contain a module or tensor, except the model itself."""
     parts = name.split(".")[:-1]
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
@@ -149,9 +149,9 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
 
     Args:
         max_memory: Bytes, or a size such as ``"10GiB"``, for each accelerator's index, ``"mps"``,
-            ``"cpu"`` and ``"disk"``. Devices that it lacks are not used, except the disk. None
-            uses the free memory; on Linux the CPU's respects the limit of the control group, as in
-            a container.
+            ``"cpu"`` and ``"disk"``. Devices that are missing in it are not used, except the disk.
+            None uses the free memory; on Linux the CPU's is limited by the control group, for
+            example in a container.
 
     Raises:
         ValueError: A device or a size is not one of these.
@@ -173,7 +173,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     """Return a size in bytes: an int, or a text such as ``"5GB"`` (powers of 1000) or ``"5GiB"``.
 
     Raises:
-        ValueError: It is neither, or not above 0.
+        ValueError: The size is neither, or is not above 0.
     """
     return parse_size(size, "size")
 
@@ -188,14 +188,14 @@ def _free_memory() -> dict[int | str, int]:
     free: dict[int | str, int] = {}
     kind = torch.accelerator.current_accelerator()
     if kind is not None and kind.type == "mps":
-        return {"mps": _free_on_host()}  # the same memory as the CPU's
+        return {"mps": _free_on_host()}  # Apple's GPU shares the CPU's memory
     for index in range(torch.accelerator.device_count()):
         free[index] = free_device_memory(index)
     return {**free, "cpu": _free_on_host()}
 
 
 def _free_on_host() -> int:
-    """Return the bytes that this process may still use, by the system and by its control group."""
+    """Return the bytes that the system and the control group let this process still allocate."""
     free = [_available()]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -232,7 +232,7 @@ def get_balanced_memory(
     special_dtypes: Dtypes | None = None,
     low_zero: bool = False,
 ) -> dict[int | str, int]:
-    """Return limits with which `infer_auto_device_map` fills all accelerators about equally.
+    """Return memory limits with which `infer_auto_device_map` fills accelerators about equally.
 
     Each accelerator but the last gets its share of the model and room for one more layer. Without
     accelerators the limits are those of `get_max_memory`.
@@ -244,7 +244,7 @@ def get_balanced_memory(
         no_split_module_classes: See `infer_auto_device_map`.
         dtype: See `infer_auto_device_map`.
         special_dtypes: See `infer_auto_device_map`.
-        low_zero: Put as little as possible on accelerator 0, which is then free for other work.
+        low_zero: Put as little as possible on accelerator 0, to leave it free for other work.
     """
     limits = get_max_memory(max_memory)
     used = [device for device in limits if device not in HOSTS and limits[device] > 0]
@@ -291,10 +291,10 @@ def infer_auto_device_map(
 ) -> dict[str, int | str]:
     """Return a device map that fills the accelerators, then the CPU, then the disk.
 
-    Modules are placed in order. A module that does not fit is split into its submodules; what
-    cannot be split goes to the next device, with everything after it. The first accelerator and the
-    CPU keep room for the largest layer that is not placed yet, because it may be loaded there for
-    its forward pass. Modules with tied weights go to the same device.
+    Modules are placed in order. A module that does not fit is split into its submodules; a module
+    that cannot be split goes to the next device, with everything after it. The first accelerator
+    and the CPU keep room for the largest layer that is not placed yet, because it may be loaded
+    there for its forward pass. Modules with tied weights go to the same device.
 
     Example::
 
@@ -311,9 +311,9 @@ def infer_auto_device_map(
         special_dtypes: The dtypes of some weights, by name.
         verbose: Whether to print each decision.
         clean_result: Merge the entries of a module's parts if all have the same device.
-        offload_buffers: Offload the buffers of modules on the CPU and the disk too. Otherwise they
-            need room on an accelerator; a warning is given if there is none.
-        fallback_allocation: Before a device stays empty, search for a later module that fits it.
+        offload_buffers: Also offload the buffers of modules on the CPU and the disk. Otherwise they
+            need room on an accelerator; a warning is logged if there is none.
+        fallback_allocation: If a device would stay empty, search for a later module that fits.
     """
     plan = _DeviceMapBuilder(
         model,
@@ -380,7 +380,7 @@ class _DeviceMapBuilder:
             elif self._split_first(tied if size <= room else [(name, part)]):
                 continue
             elif self._fallback and not searched and not self.used[device]:
-                searched = True  # once, since what it finds may not fit after all
+                searched = True  # only once, since the module found may not fit after all
                 if not self._bring_forward(device):
                     return
             else:
@@ -388,14 +388,14 @@ class _DeviceMapBuilder:
                 return
 
     def _room(self, device: int | str, reserve: int = 0) -> int | None:
-        """Return the bytes left on a device, None if that is not limited."""
+        """Return the bytes left on a device; None if unlimited."""
         if device == "disk":
             return None
         reserved = max(self._largest_layer(), reserve) if device in self._keeps_room else 0
         return self._limits[device] - self.used[device] - reserved
 
     def _largest_layer(self) -> int:
-        """Return the bytes of the largest layer that waits, the first module's left out."""
+        """Return the bytes of the largest waiting layer outside the first module."""
         while self._layers and longest_prefix(self._layers[0][1], self.device_map) is not None:
             del self._layers[0]
         first = self.waiting[0][0]
@@ -405,7 +405,7 @@ class _DeviceMapBuilder:
         return 0
 
     def _tied_to(self, name: str) -> list[Block]:
-        """Return the waiting modules that share a weight with one, and are not in it."""
+        """Return the waiting modules outside a module that share a weight with it."""
         groups = [group for group in self._ties if any(_is_in(tied, name) for tied in group)]
         others = [tied for group in groups for tied in group if not _is_in(tied, name)]
         return [
@@ -419,7 +419,7 @@ class _DeviceMapBuilder:
         self.waiting = [block for block in self.waiting if block[0] not in names]
 
     def _split_first(self, blocks: Iterable[Block]) -> bool:
-        """Replace the first of some waiting modules that can be split by its parts."""
+        """Among some waiting modules, replace the first one that can be split by its parts."""
         for name, part in blocks:
             if parts := self._split(name, part):
                 self._log(f"{name!r} is split.")
@@ -445,7 +445,7 @@ class _DeviceMapBuilder:
         return [(full, part) for full, part in named if full not in self._non_persistent]
 
     def _bring_forward(self, device: int | str) -> bool:
-        """Put the first module that fits on an empty device before all others."""
+        """Move the first module that fits an empty device before all others."""
         room = self._room(device, reserve=self._sizes.get(self.waiting[0][0], 0))
         block = self._first_fitting(self.waiting[1:], room or 0)
         if block is None:
@@ -487,16 +487,16 @@ class _DeviceMapBuilder:
 
 
 def _is_in(name: str, module: str) -> bool:
-    """Return whether a module or tensor is a module, or in it."""
+    """Return whether a name is a module's or that of something inside the module."""
     return not module or f"{name}.".startswith(f"{module}.")
 
 
 def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Merge the entries of a module's parts in a device map, where all have the same device.
+    """Merge a device map's entries for the parts of a module that are all on one device.
 
     Args:
         device_map: The map, in which no name contains another.
-        module_name: The module below which names are joined; others stay.
+        module_name: The module below which names are joined; others are kept.
     """
     inside = [name for name in device_map if _is_in(name, module_name)]
     if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
@@ -516,7 +516,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     """Raise if a device map gives no device to a weight, and warn of names that the model lacks.
 
     Raises:
-        ValueError: The names in the model's state dict without a device.
+        ValueError: Names in the model's state dict have no device; the message lists them.
     """
     names = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -544,10 +544,10 @@ def as_device_map(
     offload_buffers: bool,
     special_dtypes: Dtypes | None = None,
 ) -> Mapping[str, Device]:
-    """Return a device map from itself, or from how it is to be inferred.
+    """Return a device map, which is inferred if a choice such as ``"auto"`` is given.
 
     Raises:
-        ValueError: It is neither a map nor one of the choices.
+        ValueError: The argument is neither a map nor one of the choices.
     """
     if not isinstance(device_map, str):
         return device_map

@@ -1,4 +1,4 @@
-"""Spread a model over devices, the CPU and the disk; it runs as if it were on one device."""
+"""Spread a model over accelerators, the CPU and the disk; it runs as if on one device."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def cpu_offload(
 
     Args:
         model: The model; changed in place.
-        execution_device: The device of the forward pass; None is that of the first parameter.
+        execution_device: The device of the forward pass; None takes the first parameter's.
         offload_buffers: Whether buffers are offloaded too.
-        state_dict: The weights, on the CPU; None takes those of the model.
+        state_dict: The weights, on the CPU; None takes the model's.
         preload_module_classes: See `attach_align_device_hook`.
 
     Returns:
@@ -104,8 +104,8 @@ def disk_offload(
         model: The model; changed in place. Weights that have values are written to the folder.
         offload_dir: The offload folder, created if needed. It must contain the weights that are on
             the meta device.
-        execution_device: The device of the forward pass; None is that of the first parameter, or
-            the CPU for the meta device.
+        execution_device: The device of the forward pass; None takes the first parameter's, or the
+            CPU if that is the meta device.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: See `attach_align_device_hook`.
 
@@ -149,8 +149,8 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Keep a whole model on the CPU until it runs; it then stays on the device until `offload`.
 
-    For models that run in turn: with `prev_module_hook`, the previous model moves to the CPU when
-    this one runs.
+    For models that run one after another: with `prev_module_hook`, the previous model moves to the
+    CPU when this one runs.
 
     Example::
 
@@ -198,23 +198,23 @@ def dispatch_model(
     Args:
         model: The model; changed in place.
         device_map: The devices of modules by name; see `infer_auto_device_map`.
-        main_device: Where modules on the CPU and the disk run; None is the first device of the map
-            that is neither, or the CPU.
-        state_dict: The weights of modules on the CPU; None takes those of the model.
+        main_device: The device on which modules placed on the CPU and the disk run. None takes the
+            first device of the map that is neither, else the CPU.
+        state_dict: The weights of modules on the CPU; None takes the model's.
         offload_dir: The folder of the weights on disk, see `disk_offload`.
         offload_index: Entries of an offload index; None reads that of the folder.
         offload_buffers: Whether buffers of modules on the CPU and the disk are offloaded too.
         skip_keys: Names of keyword arguments, and keys in outputs, that are not moved between
             devices.
         preload_module_classes: See `attach_align_device_hook`.
-        force_hooks: Whether hooks are attached for a map of one device too.
+        force_hooks: Whether to attach hooks even for a map of one device.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: A weight has no device, or no values; there is no such device; or modules are on
-            the disk and there is neither a folder nor an index.
+        ValueError: A weight has no device, or no values; a device does not exist; or modules are on
+            the disk without a folder or an index.
     """
     check_device_map(model, device_map)
     cpu = torch.device("cpu")
@@ -228,7 +228,7 @@ def dispatch_model(
         main = main_device
         if main is None:
             main = next((device for device in devices if device not in HOSTS), "cpu")
-        host = as_device(main).type in ("cpu", "mps")  # whose memory is the CPU's
+        host = as_device(main).type in ("cpu", "mps")  # these use the CPU's memory
         offloaded_to = HOSTS[1:] if host else HOSTS
         offloads = {name: device in offloaded_to for name, device in device_map.items()}
         run_on = {"": main, **{n: main if p in HOSTS else p for n, p in device_map.items()}}
@@ -252,7 +252,7 @@ def dispatch_model(
 
 
 def _remove_hooks(model: nn.Module) -> None:
-    """Remove the hooks of an earlier map, ours or accelerate's, and give all weights back."""
+    """Remove the hooks of an earlier map, ours or accelerate's, and restore all weights."""
     hooks = [(part, hook) for part in model.modules() for hook in hooks_of(part)]
     others = [(part, hook) for part, hook in hooks if not hasattr(hook, "execution_device")]
     if len(others) == len(hooks):
@@ -262,7 +262,7 @@ def _remove_hooks(model: nn.Module) -> None:
     offloaded = [name for name, tensor in tensors.items() if tensor.is_meta]
     offloaded += [name for name, tensor in model.named_buffers() if tensor.is_meta]
     remove_hook_from_submodules(model)
-    tied: dict[Any, Tensor] = {}  # so that tied weights are tied again
+    tied: dict[Any, Tensor] = {}  # to tie tied weights again
     for name in offloaded:
         value = state.get(name)
         if value is None or value.is_meta:
@@ -277,7 +277,7 @@ def _remove_hooks(model: nn.Module) -> None:
 
 
 class _TensorLocations:
-    """Where `dispatch_model` keeps each tensor.
+    """The places where `dispatch_model` keeps tensors.
 
     Attributes:
         tied: See `AlignDevicesHook`.
@@ -298,7 +298,7 @@ class _TensorLocations:
         self._offloaded_to = {name: str(self._device_of(name)) for name in offloaded}
         check_values(model, self._offloaded_to)
         self._in_memory: dict[str, Tensor] = {}
-        self._originals: list[Tensor] = []  # keeps the addresses in `tied` from being used again
+        self._originals: list[Tensor] = []  # keeps the addresses in `tied` from being reused
         for group in find_tied_parameters(model):
             self._keep_tied(group, run_on)
 
@@ -306,13 +306,13 @@ class _TensorLocations:
         return self._map[longest_prefix(name, self._map) or ""]
 
     def _keep_tied(self, group: list[str], run_on: Mapping[str, Device]) -> None:
-        """Keep a tied weight once on each device; offload it only if all its names are."""
+        """Keep a tied weight once per device; offload it only if all of its names are offloaded."""
         value = find_tensor(self._model, group[0])
         resident = [name for name in group if name not in self._offloaded_to]
         offloaded = [name for name in group if name in self._offloaded_to]
         on_cpu = any(self._offloaded_to[name] != DISK for name in offloaded)
         if value.is_meta or not (resident or on_cpu):
-            return  # it is read from the disk by any of its names
+            return  # read from the disk by any of its names
         self.tied[value.data_ptr()] = {}
         self._originals.append(value.detach())
         if len({str(self._device_of(name)) for name in resident}) > 1:
@@ -337,7 +337,7 @@ class _TensorLocations:
         folder: Folder | None,
         index: Index | None,
     ) -> OffloadedWeightsLoader:
-        """Return the offloaded weights by name, those of the disk written if they have values."""
+        """Return the offloaded weights by name; write weights for the disk that have values."""
         memory = self._in_memory
         state = self._model.state_dict() if state_dict is None else state_dict
         for name, device in self._offloaded_to.items():
@@ -360,7 +360,7 @@ class _TensorLocations:
 
 
 def _write_to_disk(model: nn.Module, names: Sequence[str], folder: Folder) -> Index:
-    """Write the weights that have values to an offload folder; return the entries of all."""
+    """Write the weights that have values to an offload folder; return the index entries of all."""
     current = model.state_dict()
     offload_state_dict(folder, {name: current[name] for name in names if not current[name].is_meta})
     index = read_offload_index(folder) if os.path.exists(Path(folder) / INDEX) else {}
@@ -370,7 +370,7 @@ def _write_to_disk(model: nn.Module, names: Sequence[str], folder: Folder) -> In
 
 
 def _offloadable(model: nn.Module, buffers: bool) -> list[str]:
-    """Return the names of the parameters, perhaps also of the buffers that a state dict has."""
+    """Return the names of the parameters, and if requested of the persistent buffers."""
     transient = non_persistent_buffers(model)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if buffers:
@@ -382,7 +382,7 @@ def check_values(model: nn.Module, elsewhere: Collection[str] = ()) -> None:
     """Check that all parameters and buffers have values, in the model or elsewhere.
 
     Raises:
-        ValueError: The names of those without.
+        ValueError: Some have no values; the message lists them.
     """
     parameters = model.named_parameters(remove_duplicate=False)
     tensors = chain(parameters, model.named_buffers(remove_duplicate=False))
@@ -399,7 +399,7 @@ def _no_values(names: list[str], where: str) -> str:
 
 
 def _checked_move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> nn.Module:
-    """Call a method that moves a dispatched model, if nothing of it is offloaded."""
+    """Call a method that moves a dispatched model, unless parts of it are offloaded."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise RuntimeError(
             "You can't move a model that has some modules offloaded to cpu or disk. Its outputs "

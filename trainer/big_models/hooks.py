@@ -1,4 +1,4 @@
-"""Hooks around the forward pass of modules, which move inputs and weights to its device.
+"""Hooks around the forward pass of modules, which move inputs and weights to the device.
 
 Unlike torch's own hooks a `ModelHook` sees and replaces all arguments, and can act when it is
 attached and detached. A hooked module has the hook as ``_hf_hook`` and its own forward method as
@@ -37,11 +37,11 @@ M = TypeVar("M", bound=nn.Module)
 
 # Attributes that `dispatch_model` sets on a model, removed with its hook.
 MOVE_METHODS = ("to", "cpu", "cuda", "xpu", "mtia")
-_ALIGNMENT = 64  # bytes, of torch's own memory on the CPU
+_ALIGNMENT = 64  # bytes; the alignment of torch's own CPU memory
 
 
 class ModelHook:
-    """Acts before and after the forward pass of a module; see `add_hook_to_module`.
+    """A hook that acts before and after a module's forward pass; see `add_hook_to_module`.
 
     Attributes:
         no_grad: Whether the forward pass runs under ``torch.no_grad()``.
@@ -54,7 +54,7 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-        """Act before the forward pass; returns its positional and its keyword arguments."""
+        """Act before the forward pass; returns its positional and keyword arguments."""
         del module
         return args, kwargs
 
@@ -76,25 +76,25 @@ class SequentialHook(ModelHook):
         self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: M) -> M:
-        """Attach all."""
+        """Attach all hooks."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-        """Call all, each with what the last one returned."""
+        """Call all hooks, each with the result of the previous one."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Call all, each with what the last one returned."""
+        """Call all hooks, each with the result of the previous one."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: M) -> M:
-        """Detach all."""
+        """Detach all hooks."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
@@ -122,8 +122,8 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
     else:
         forward = module.forward
         module.__dict__["_old_forward"] = forward
-        # A partial, not a closure, so that a deep copy calls its own forward; wrapped, so that
-        # others read the signature.
+        # A partial rather than a closure, so that a deep copy calls its own forward. Wrapped, so
+        # that tools can read the signature.
         module.__dict__["forward"] = functools.update_wrapper(
             functools.partial(_hooked_forward, module), forward
         )
@@ -137,7 +137,7 @@ def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _without_compile(hook.pre_forward)(module, *args, **kwargs)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not hook.no_grad):
             output = module.__dict__["_old_forward"](*args, **kwargs)
-    except BaseException:  # such as a lack of memory, after which the caller tries a smaller batch
+    except BaseException:  # for example out of memory, after which the caller tries a smaller batch
         for align_hook in align_hooks(module):
             align_hook.offload_weights(module)
         raise
@@ -145,7 +145,7 @@ def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that ``torch.compile`` leaves as it is."""
+    """Return a function that ``torch.compile`` does not compile."""
     if not torch.compiler.is_compiling():
         return function  # `disable` would import the compiler, which takes seconds
     disabled: Callable[..., Any] = torch.compiler.disable(function)
@@ -153,12 +153,12 @@ def _without_compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remove_hook_from_module(module: M, recurse: bool = False) -> M:
-    """Detach the hook of a module, and give it back its ``forward``.
+    """Detach the hook of a module, and restore its ``forward``.
 
     Args:
         module: The module; changed in place.
-        recurse: Whether the hooks of all its submodules are removed too. Offloaded weights that
-            were tied are tied again.
+        recurse: Whether to remove the hooks of all submodules too. Offloaded weights that were tied
+            are tied again.
 
     Returns:
         The module.
@@ -177,7 +177,7 @@ def remove_hook_from_module(module: M, recurse: bool = False) -> M:
         if "_old_forward" in attributes:
             before = attributes.pop("_old_forward")
             del attributes["forward"]
-            if part.forward != before:  # it was the instance's own
+            if part.forward != before:  # it was set on the instance
                 attributes["forward"] = before
             for name in MOVE_METHODS:
                 attributes.pop(name, None)
@@ -196,17 +196,17 @@ class AlignDevicesHook(ModelHook):
     """Move a module's inputs to its device, and its weights too if they are offloaded.
 
     Offloaded weights are on the meta device between forward passes. They are read-only: a gradient
-    that reaches one is an error, and a change made in a forward pass is lost. ``state_dict()``
-    contains their values; loading into them is refused.
+    for one is an error, and changes made in a forward pass are lost. ``state_dict()`` contains
+    their values; loading into them is an error.
 
     Args:
         execution_device: The device of the forward pass; None leaves inputs and weights in place.
         offload: Whether the weights are offloaded between forward passes.
         io_same_device: Move the output to the device of the first input.
         weights_map: The offloaded weights by name; a weight that is not in it is not offloaded.
-            None keeps those of the module, on the CPU.
-        offload_buffers: Whether buffers are offloaded too, except for those that no state dict
-            contains. Otherwise they are on the execution device.
+            None keeps the module's own weights, on the CPU.
+        offload_buffers: Whether to offload buffers too, except non-persistent ones. Otherwise they
+            are on the execution device.
         place_submodules: Whether the hook is also responsible for the weights of the submodules.
         skip_keys: Names of keyword arguments, and keys in outputs, that are not moved.
         tied_params_map: See `set_module_tensor_to_device`. A weight with a copy on the execution
@@ -235,8 +235,8 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._offloaded: list[str] = []
-        self._tied: set[str] = set()  # of these, by their addresses when the hook was attached
-        self._shared: list[tuple[int, torch.device]] = []  # copies that this hook has made
+        self._tied: set[str] = set()  # of these, tied ones by address when the hook was attached
+        self._shared: list[tuple[int, torch.device]] = []  # copies made by this hook
         self._handles: list[Any] = []
 
     def __repr__(self) -> str:
@@ -265,7 +265,7 @@ class AlignDevicesHook(ModelHook):
         if self._offloaded:
             save = functools.partial(_add_offloaded, self)
             load = functools.partial(_check_not_loading_offloaded, self)
-            owner: Any = module  # torch does not type these
+            owner: Any = module  # torch has no types for these attributes
             self._handles = [
                 owner.register_state_dict_post_hook(save),
                 owner.register_load_state_dict_pre_hook(load),
@@ -291,7 +291,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: M) -> M:
-        """Give offloaded weights back to the module, except where it had none."""
+        """Restore offloaded weights to the module, except where it had none."""
         for handle in self._handles:
             handle.remove()
         for name, value in self.values_to_return():
@@ -301,7 +301,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def values_to_return(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the offloaded weights that the module gets back when the hook is detached."""
+        """Yield the offloaded weights to restore when the hook is detached."""
         for name in self._offloaded:
             if self.original_devices[name].type != "meta":
                 yield name, self._values()[name]
@@ -318,7 +318,7 @@ class AlignDevicesHook(ModelHook):
             if tied is not None and onto not in tied.get(value.data_ptr(), (onto,)):
                 self._shared.append((value.data_ptr(), onto))
             if onto.type == "cpu" and value.is_cpu and value.data_ptr() % _ALIGNMENT:
-                value = in_own_pages(value)  # the last bits of products depend on the alignment
+                value = in_own_pages(value)  # products depend on the alignment in the last bits
             set_module_tensor_to_device(
                 module,
                 name,
@@ -340,7 +340,7 @@ class AlignDevicesHook(ModelHook):
         self._shared = []
 
     def _raise_on_gradient_of(self, module: nn.Module, name: str) -> None:
-        """Raise where a gradient reaches an offloaded weight: it would be lost."""
+        """Raise if a gradient is computed for an offloaded weight, since it would be lost."""
         owner, _, leaf = name.rpartition(".")
         weight: Tensor = getattr(module.get_submodule(owner), leaf)
         if weight.requires_grad and torch.is_grad_enabled():
@@ -359,7 +359,7 @@ class AlignDevicesHook(ModelHook):
         """Return the names of the tensors to offload.
 
         Raises:
-            ValueError: One has no values, neither here nor in `weights_map`.
+            ValueError: A tensor has values neither here nor in `weights_map`.
         """
         buffers = non_persistent_buffers(module)
         if not self.offload_buffers:
@@ -386,7 +386,7 @@ class AlignDevicesHook(ModelHook):
 
 def _flatten(module: nn.Module) -> None:
     if isinstance(module, nn.RNNBase):
-        module.flatten_parameters()  # cuDNN wants them behind one another
+        module.flatten_parameters()  # cuDNN needs contiguous weights
 
 
 def _add_offloaded(
@@ -396,7 +396,7 @@ def _add_offloaded(
     for name in hook._offloaded:
         if prefix + name in state:
             value = hook._values()[name]
-            # The tensor itself where possible, as tied ones are known by that.
+            # Use the tensor itself if possible, since tied tensors are recognised by identity.
             state[prefix + name] = value.detach() if value.requires_grad else value
 
 
@@ -422,9 +422,10 @@ def _raise_on_gradient(name: str, owner: str, gradient: Tensor) -> None:
 
 
 def send(tree: Any, device: torch.device, skip_keys: str | Sequence[str] | None = None) -> Any:
-    """Return `send_to_device`, or the tree itself if all of it is on the device already.
+    """Return `send_to_device`, or the tree itself if it is already on the device.
 
-    A module may change a list or a dict that it is given, which must then be the caller's.
+    A module may change its list or dict arguments in place, so these must remain the caller's
+    objects.
     """
     if all(_is_on(leaf, device) for leaf in leaves(tree)):
         return tree
@@ -438,7 +439,7 @@ def _is_on(leaf: Any, device: torch.device) -> bool:
 
 
 class CpuOffload(ModelHook):
-    """Keep a whole model on the CPU until its forward pass, after which it stays on the device.
+    """Keep a whole model on the CPU until its forward pass; it then stays on the device.
 
     Args:
         execution_device: The device of the forward pass; None is the accelerator if there is one.
@@ -459,7 +460,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-        """Move the previous model away, and this one and its inputs to the device."""
+        """Move the previous model to the CPU, and this one and its inputs to the device."""
         device = self.execution_device
         previous = self.prev_module_hook
         if previous is not None and any(p.device == device for p in previous.model.parameters()):
@@ -471,7 +472,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` returns to offload a model, or to remove its hook."""
+    """The object from `cpu_offload_with_hook`, to offload the model or to remove its hook."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
@@ -503,11 +504,11 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: M) -> M:
-        """Convert the weights to the dtype of storage."""
+        """Convert the weights to `storage_dtype`."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-        """Convert the weights to the dtype of computation."""
+        """Convert the weights to `compute_dtype`."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
@@ -518,12 +519,12 @@ class LayerwiseCastingHook(ModelHook):
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
-    """Return a module's own hooks of this kind."""
+    """Return the `AlignDevicesHook` objects of a module itself."""
     return [hook for hook in hooks_of(module) if isinstance(hook, AlignDevicesHook)]
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether a hook of the module itself offloads its weights."""
+    """Return whether a hook of this module (not of its submodules) offloads its weights."""
     return any(hook.offload for hook in align_hooks(module))
 
 
@@ -535,7 +536,7 @@ def align_module_device(
 
     Args:
         module: The module. If its weights are offloaded, changes made to them are lost.
-        execution_device: The device; None is the one of the module's hook, if it offloads.
+        execution_device: The device; None takes that of the module's hook, if it offloads.
     """
     offloading = [hook for hook in align_hooks(module) if hook.offload]
     before: dict[str, torch.device] = {}

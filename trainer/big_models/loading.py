@@ -1,7 +1,7 @@
 """Load checkpoints into models that may be larger than memory, placed by a device map.
 
 The names and shapes in a checkpoint are compared with the model's before anything is loaded. Then
-one weight after the other is read, converted and put where it belongs.
+the weights are read, converted and placed one by one.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def load_checkpoint_and_dispatch(
         model: The model, usually created under `init_empty_weights`; changed in place.
         checkpoint: See `load_checkpoint_in_model`.
         device_map: A device map, or how to infer one: ``"auto"`` and ``"balanced"`` spread the
-            model evenly over the accelerators, ``"balanced_low_0"`` spares the first one,
-            ``"sequential"`` fills one after the other. None only loads.
+            model evenly over the accelerators, ``"balanced_low_0"`` leaves the first one as free as
+            possible, ``"sequential"`` fills them one after another. None only loads.
         max_memory: See `get_max_memory`; used if the map is inferred.
         no_split_module_classes: See `infer_auto_device_map`; used if the map is inferred.
-        offload_folder: The folder of weights on disk; needed if there are any.
+        offload_folder: The folder for weights on disk; required if there are any.
         offload_buffers: See `dispatch_model`.
         dtype: The dtype to convert floating-point weights to; None means the model's.
         offload_state_dict: Has no effect: weights are read one by one in any case.
@@ -135,8 +135,8 @@ def load_state_dict(
 
     Args:
         checkpoint_file: A file of safetensors, or of ``torch.save`` with nothing but tensors.
-        device_map: The devices of modules; a weight without one, or on the disk, is on the CPU.
-            None means that all are.
+        device_map: The devices of modules; weights without a device, or on the disk, are loaded to
+            the CPU. None loads all to the CPU.
 
     Raises:
         CheckpointError: The file cannot be read, or is not a file of weights.
@@ -173,7 +173,7 @@ def load_checkpoint_in_model(
     Names and shapes are compared before anything is loaded. Without ``device_map`` and ``dtype``
     the values are copied into the model's existing tensors. Otherwise, or if the model is on the
     meta device, the parameters are replaced by new ones, so create the optimizers afterwards. Tied
-    weights stay tied: they are on disk only if all their names are.
+    weights stay tied; they are placed on disk only if all of their names are.
 
     A model with weights on disk runs after `dispatch_model`.
 
@@ -188,11 +188,11 @@ def load_checkpoint_in_model(
         checkpoint: A file of weights (safetensors, or ``torch.save`` of a state dict), an index, or
             a folder that holds one; `model.safetensors` is preferred to `pytorch_model.bin`.
         device_map: The placement of modules by name (``""`` is the whole model; the longest
-            matching name counts): a device, the index of an accelerator, or ``"disk"``. None leaves
+            matching name wins): a device, the index of an accelerator, or ``"disk"``. None leaves
             weights on their devices (on the CPU for the meta device).
         offload_folder: The folder for weights placed on ``"disk"``; their tensors in the model are
-            then on the meta device. Files of safetensors on the same disk are linked into it, so
-            that their weights are not copied, unless they are converted.
+            then on the meta device. Safetensors files on the same disk are linked into it, so that
+            weights are not copied unless they are converted.
         dtype: The dtype to convert floating-point weights to, for example ``"float16"``; None means
             the model's.
         offload_state_dict: Has no effect: weights are read from the file one by one in any case.
@@ -200,7 +200,7 @@ def load_checkpoint_in_model(
             CPU.
         keep_in_fp32_modules: Names of modules kept in float32 if ``dtype`` is float16.
         offload_8bit_bnb: Not supported.
-        strict: The names in the checkpoint and the model must be the same.
+        strict: Require the same names in the checkpoint and the model.
         full_state_dict: False, for sharded tensors in the checkpoint, is not supported.
         broadcast_from_rank0: Not supported: each process reads the checkpoint.
 
@@ -247,7 +247,8 @@ def _weights_of_file(file: Path) -> dict[str, tuple[Tensor | ShardedTensor, str]
     """Return the weights of a file by all their names, each with its stored name."""
     if file.suffix != ".safetensors":
         return {name: (tensor, name) for name, tensor in read_each(file)}
-    # Read, not memory-mapped: the pages of a map would count as memory beside the weights.
+    # Read rather than memory-mapped, since mapped pages would count as memory in addition to the
+    # weights.
     opened = TensorFile(file)
     with reading(file):
         tensors = opened.tensors()
@@ -261,11 +262,11 @@ class Placement:
 
     Attributes:
         current: The model's state dict, with its variables.
-        devices: The device or ``"disk"`` of each weight; None means where it is.
+        devices: The device or ``"disk"`` of each weight; None keeps its device.
         folder: The offload folder.
         dtype: The dtype of floating-point weights; None means that of the model.
         fp32: Names of modules that stay in 32 bits.
-        disk_buffers: Whether buffers go to the disk.
+        disk_buffers: Whether buffers may go to the disk.
         index: The index of the offload folder.
     """
 
@@ -278,7 +279,7 @@ class Placement:
     index: Index = field(default_factory=dict)
 
     def load(self, model: nn.Module, files: Iterable[Path]) -> KeyMismatch:
-        """Load the weights of files, and return which names differ."""
+        """Load the weights of files, and return the key mismatch."""
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
         loaded: set[int] = set()
@@ -305,7 +306,7 @@ class Placement:
     def make_tensor(
         self, names: list[str], source: Tensor | ShardedTensor, file: Path, stored: str
     ) -> Tensor | None:
-        """Return the new tensor for all names of an old one; None if it is there already."""
+        """Return the new tensor for all names of an old one; None if it is already in place."""
         old = self.current[names[0]]
         dtype = old.dtype
         if source.dtype.is_floating_point:
@@ -351,7 +352,7 @@ class Placement:
 
 
 def _materialized(source: Tensor | ShardedTensor) -> Tensor:
-    """Return a copy of a weight: a view would keep the file memory-mapped."""
+    """Return a copy of a weight, since a view would keep the file memory-mapped."""
     return source.whole() if isinstance(source, ShardedTensor) else source.clone()
 
 
@@ -375,9 +376,9 @@ def _combine_mismatches(results: list[Any]) -> KeyMismatch:
 
 
 def check_checkpoint(model: nn.Module, files: Iterable[Path], checkpoint: object) -> KeyMismatch:
-    """Return how the names in a checkpoint differ from a model's; see `load_checkpoint_in_model`.
+    """Return the key mismatch of a checkpoint and a model; see `load_checkpoint_in_model`.
 
-    For a model with load hooks that rename keys that is not known.
+    It is unknown for models with load hooks that rename keys.
     """
     if renames(model):
         return KeyMismatch()
@@ -403,7 +404,7 @@ def check_strict(mismatch: KeyMismatch, checkpoint: object, strict: bool) -> Non
 
 
 def warn_of_mismatch(mismatch: KeyMismatch, checkpoint: object) -> None:
-    """Log how names differ."""
+    """Log a warning about differing names."""
     if mismatch.unexpected:
         logger.warning(
             "%s holds weights that the model does not have: %s.",
@@ -419,7 +420,7 @@ def warn_of_mismatch(mismatch: KeyMismatch, checkpoint: object) -> None:
 
 
 def check_folder(devices: Mapping[str, object], offload_folder: Folder | None) -> None:
-    """Raise if weights are on the disk, and there is no folder for them."""
+    """Raise if weights are on the disk but there is no folder for them."""
     if DISK in devices.values() and offload_folder is None:
         raise ValueError("device_map puts weights on 'disk': give an offload_folder to write to.")
 

@@ -6,11 +6,11 @@ An offload folder holds safetensors files, and an index of which weight is in wh
     offload-<name>.safetensors     one weight that was written here
     offload-<number>.safetensors   a hard link to a file of a checkpoint, which takes no space
 
-A file in the index may also lie elsewhere, and a weight without one is the raw bytes in
-``<name>.dat``, as accelerate writes them.
+An indexed file may also be in another folder. A weight without a file name is stored as raw bytes
+in ``<name>.dat``, as written by accelerate.
 
 Weights are memory-mapped: only pages that are used are read, into the system's page cache, which
-shrinks when memory is short. A map is closed with the last tensor on it.
+shrinks when memory is short. A file is unmapped when its last tensor is freed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Folder = str | os.PathLike[str]
 Index = dict[str, dict[str, Any]]
 
 INDEX = "index.json"
-_NUMBER = "number"  # of a weight that was written: the same in its file and in the index
+_NUMBER = "number"  # identifies a written weight, in its file and in the index
 
 
 def offload_weight(
@@ -61,7 +61,7 @@ def offload_weight(
     file = Path(offload_folder) / f"offload-{quote(weight_name, safe='')}.safetensors"
     hidden, number = hidden_beside(file), uuid.uuid4().hex
     try:
-        # Not synced: the folder is of no use after this process.
+        # Not synced, since the folder is of no use after this process.
         stream_tensors({weight_name: weight}, [weight], hidden, {"format": "pt", _NUMBER: number})
         os.replace(hidden, file)
     except BaseException:
@@ -78,7 +78,7 @@ def entry(file: str, weight_name: str, like: Any) -> dict[str, Any]:
     Args:
         file: The file's name in the folder, or a path.
         weight_name: The weight's name in the file.
-        like: Anything with its dtype and shape.
+        like: Any object with the weight's dtype and shape.
     """
     dtype = str(like.dtype).removeprefix("torch.")
     shape = list(like.shape)
@@ -88,7 +88,7 @@ def entry(file: str, weight_name: str, like: Any) -> dict[str, Any]:
 def link_weights(file: Path, folder: Path) -> str | None:
     """Give a checkpoint's file a second name in an offload folder, without copying it.
 
-    The weights stay available there when the checkpoint is replaced or deleted.
+    The weights remain available if the checkpoint is replaced or deleted.
 
     Returns:
         The name; None if the folder is on another disk, or its file system has no links.
@@ -119,7 +119,7 @@ def read_offload_index(offload_folder: Folder) -> Index:
     """Return a folder's index.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is no index, or it is damaged.
     """
     file = Path(offload_folder) / INDEX
     with reading(file):
@@ -177,9 +177,9 @@ def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder
 
     Args:
         model: The model.
-        index: The entries of the weights, which `offload_weight` has filled in; nothing is done
-            without entries.
-        offload_folder: The folder that they are in.
+        index: The entries of the weights, as filled in by `offload_weight`; without entries nothing
+            is done.
+        offload_folder: The folder of the weights.
 
     Raises:
         ValueError: The model has no such tensor, or one of another shape.
@@ -194,7 +194,7 @@ def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return the entries of a state dict that belong to these modules, or are these tensors."""
+    """Return the entries of a state dict for these modules or tensors."""
     names = list(submodule_names)
     return {
         key: tensor
@@ -204,9 +204,10 @@ def extract_submodules_state_dict(
 
 
 def in_own_pages(weight: Tensor) -> Tensor:
-    """Return a copy of a weight on the CPU, in memory that the system gets back with the tensor.
+    """Return a copy of a weight on the CPU, whose memory returns to the system with the tensor.
 
-    Torch's allocator returns only a part of the memory of large weights that come and go.
+    Torch's allocator returns only part of the memory of large weights that are repeatedly loaded
+    and freed.
     """
     pages = mmap.mmap(-1, weight.nbytes)
     copy = torch.frombuffer(pages, dtype=weight.dtype).view(weight.shape)
@@ -216,18 +217,18 @@ def in_own_pages(weight: Tensor) -> Tensor:
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
     """The weights of a state dict and of an offload folder by name, read on access.
 
-    While a weight is in use, it is the same tensor at each access, by its tied names too.
+    While a weight is in use, each access returns the same tensor, also by tied names.
 
     Args:
-        state_dict: Weights in memory, which come first.
+        state_dict: Weights in memory, which take precedence.
         save_folder: An offload folder.
-        index: The entries of an index; None reads that of `save_folder`. Paths are relative to
+        index: The entries of an index; None reads the index of `save_folder`. Paths are relative to
             that folder.
         device: The device of weights from safetensors files; None is the CPU.
 
     Raises:
-        ValueError: None of the three is given.
-        CheckpointError: The index is missing or damaged; on access to a weight, its file is.
+        ValueError: Neither `state_dict`, `save_folder` nor `index` is given.
+        CheckpointError: The index is missing or damaged; or, on access to a weight, its file.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight.to(self.device or "cpu", wanted)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.state_dict or key in self.index  # without reading it
+        return key in self.state_dict or key in self.index  # without reading the weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
@@ -290,7 +291,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """The entries of a mapping whose names begin with a prefix, by the rest of their names."""
+    """The entries of a mapping whose names begin with a prefix, named without the prefix."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -300,7 +301,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
         return self.dataset[f"{self.prefix}{key}"]
 
     def __contains__(self, key: object) -> bool:
-        return f"{self.prefix}{key}" in self.dataset  # without reading it, unlike Mapping's
+        return f"{self.prefix}{key}" in self.dataset  # without reading the weight, unlike Mapping's
 
     def __iter__(self) -> Iterator[str]:
         return (k.removeprefix(self.prefix) for k in self.dataset if k.startswith(self.prefix))

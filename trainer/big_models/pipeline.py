@@ -1,9 +1,9 @@
 """Pipeline parallelism: each process runs some consecutive layers of a model, a stage.
 
-A batch is cut into micro-batches, which pass from stage to stage. torch traces the model with
-``torch.export``, cuts the graph where modules begin that the user names, and runs the schedule
-(`torch.distributed.pipelining`). Rank 0 has the inputs; see GPipe (Huang et al., 2019) and 1F1B
-(PipeDream-Flush, Narayanan et al., 2021) for the schedules.
+A batch is split into micro-batches, which pass from stage to stage. torch traces the model with
+``torch.export``, splits the graph at the beginning of modules that the user names, and runs the
+schedule (`torch.distributed.pipelining`). Rank 0 has the inputs; see GPipe (Huang et al., 2019) and
+1F1B (PipeDream-Flush, Narayanan et al., 2021) for the schedules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trainer.tree import (
     slice_tensors,
 )
 
-_TENSOR = object()  # stands for a tensor of an output
+_TENSOR = object()  # a placeholder for a tensor of an output
 _SCHEDULES = {"1F1B": "Schedule1F1B", "GPipe": "ScheduleGPipe"}
 
 
@@ -54,11 +54,11 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Let each process run a part of a model's layers, for inference.
+    """Make each process run a part of a model's layers, for inference.
 
     The model is then called on every process, in ``torch.no_grad()``. Only rank 0's arguments are
-    used; batches may have any size. The output is on the last process, and None elsewhere. With one
-    process the model stays as it is. Do not pass it to `Accelerator.prepare`.
+    used; batches may have any size. The output is on the last process, and None on the others. With
+    one process the model is unchanged. Do not pass it to `Accelerator.prepare`.
 
     Example::
 
@@ -67,23 +67,23 @@ def prepare_pippy(
             outputs = model(inputs)  # on the last process
 
     Args:
-        model: The model, whole on the CPU of every process, with the same weights. The stage of
-            each process moves to its device.
+        model: The whole model on the CPU of every process, with the same weights. The stage of each
+            process is moved to its device.
         split_points: Names of the modules at which stages begin, one fewer than processes, in the
             order of the forward pass; ``"auto"`` chooses them so that stages have about the same
-            size. They are then in ``model.hf_split_points``.
+            size. The names are stored in ``model.hf_split_points``.
         no_split_module_classes: Names of classes inside which ``"auto"`` never splits; None takes
             the model's own (``_no_split_modules`` of transformers).
-        example_args: Arguments of one micro-batch, of which only shapes and dtypes matter.
-        example_kwargs: The same, by keyword.
-        num_chunks: Micro-batches of a batch; None is the number of processes.
+        example_args: Arguments of one micro-batch, of which only shapes and dtypes are used.
+        example_kwargs: Keyword arguments of one micro-batch.
+        num_chunks: The number of micro-batches of a batch; None is the number of processes.
         gather_output: Send the output to every process.
 
     Returns:
         The model, with another ``forward``.
 
     Raises:
-        ValueError: A name is unknown, or the model cannot be cut there.
+        ValueError: A name is unknown, or the model cannot be split there.
         RuntimeError: torch cannot trace the model.
     """
     check_bools(gather_output=gather_output)
@@ -106,12 +106,12 @@ def prepare_pippy(
 
 
 class PipelineParallel:
-    """Pipeline parallelism in your own loop: each process has some layers of the model.
+    """Pipeline parallelism in a custom loop: each process has some layers of the model.
 
     Every process runs the same loop and calls `step` for each batch; only rank 0's batches are
-    used. Do not prepare the loaders or this object: its processes share one batch. The gradients
-    are those of one process on the whole batch, and so are losses and norms. With one process the
-    micro-batches are run one after another.
+    used. Do not prepare the loaders or this object, since its processes share one batch. Gradients,
+    losses and norms equal those of one process on the whole batch. With one process the
+    micro-batches run one after another.
 
     Example::
 
@@ -124,28 +124,28 @@ class PipelineParallel:
             optimizer.zero_grad()
 
     Args:
-        model: See `prepare_pippy`, as for the next four. Dropout and batch norm see micro-batches.
+        model: See `prepare_pippy`. Dropout and batch norm operate on micro-batches.
         loss_function: Called with the output and the target of a micro-batch; returns the mean
             loss over its items, a tensor of shape ().
         example_args: See `prepare_pippy`.
         example_kwargs: See `prepare_pippy`.
         split_points: See `prepare_pippy`.
         no_split_module_classes: See `prepare_pippy`.
-        num_microbatches: Micro-batches of a batch, at least the number of processes; None is that
-            number. The more, the less each process waits.
-        schedule: ``"1F1B"``, where a process holds activations of at most as many micro-batches as
-            there are stages, or ``"GPipe"``, where it holds those of all.
+        num_microbatches: The number of micro-batches of a batch, at least the number of processes;
+            None is that number. With more micro-batches, processes wait less.
+        schedule: ``"1F1B"``, which keeps activations of at most as many micro-batches as there are
+            stages, or ``"GPipe"``, which keeps those of all micro-batches.
         count_items: The number of items of a target that the loss averages over, such as unmasked
             tokens; None counts its rows.
 
     Attributes:
         model: The model.
         split_points: The names of the modules at which stages begin.
-        stage_index: The stage of this process: its rank.
+        stage_index: The stage of this process, which is its rank.
 
     Raises:
         ValueError: An argument is wrong, a trained parameter is used in several stages, or a stage
-            has none.
+            has no trained parameters.
         RuntimeError: torch cannot trace the model.
     """
 
@@ -195,7 +195,7 @@ class PipelineParallel:
         return (parameter for _, parameter in self.named_parameters())
 
     def step(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward of a batch, and add to the parameters' gradients.
+        """Run forward and backward of a batch, accumulating the parameters' gradients.
 
         Args:
             *args: Arguments of the model. Only those of rank 0 are used.
@@ -206,9 +206,10 @@ class PipelineParallel:
             The loss, a tensor of shape () without a graph, the same on all processes.
 
         Raises:
-            ValueError: The tensors differ in their number of rows, or it runs under autocast.
+            ValueError: The tensors differ in their number of rows, or `step` runs under autocast.
             Exception: An error in the forward pass of this process's layers, or on the last process
-                in `loss_function` or `count_items`. Drop the gradients of the batch then.
+                in `loss_function` or `count_items`. The gradients of the batch must then be
+                dropped.
             RuntimeError: On the other processes; it names the rank that failed and its error.
         """
         with torch.enable_grad():
@@ -231,7 +232,7 @@ class PipelineParallel:
         """Scale the gradients of all stages to a total norm of at most `max_norm`; collective.
 
         Returns:
-            The norm before, a tensor of shape (), the same on all processes.
+            The total norm before, a tensor of shape (), the same on all processes.
         """
         parameters = list(self.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -251,13 +252,13 @@ class PipelineParallel:
         return {name: tensor.detach() for name, tensor in self._stages.weights().items()}
 
     def save_model(self, save_directory: str | os.PathLike[str]) -> None:
-        """Write the weights of all stages, one safetensors file a stage and an index; collective.
+        """Write the weights of all stages, one safetensors file per stage and an index; collective.
 
-        Transformers, `load_checkpoint_in_model` and other tools read the folder as that of one
+        Transformers, `load_checkpoint_in_model` and other tools read the folder like that of one
         model.
 
         Raises:
-            CheckpointError: It failed on one process; raised on all.
+            CheckpointError: Saving failed on one process; raised on all.
         """
         folder = Path(with_home("save_directory", save_directory))
         state = PartialState()
@@ -269,7 +270,7 @@ class PipelineParallel:
 
 @dataclass(frozen=True)
 class _BatchSpec:
-    """A batch as all processes know it: its tensors are on the meta device, without rows."""
+    """The structure of a batch, known to all processes: meta tensors without the row dimension."""
 
     rows: int
     args: Any
@@ -282,7 +283,7 @@ class _Loss:
     """The loss of micro-batches, each weighted by its share of the batch's items.
 
     Attributes:
-        rebuild: Makes the model's output of what the last stage returns.
+        rebuild: Converts the last stage's result to the model's output.
     """
 
     def __init__(
@@ -293,13 +294,13 @@ class _Loss:
         self._parts: list[tuple[int, Any, float]] = []
 
     def begin(self, target: Any, rows: int, size: int, number: int) -> None:
-        """Cut the target of a batch into micro-batches of `size` rows, the last ones shorter."""
+        """Split the target of a batch into micro-batches of `size` rows, the last ones shorter."""
         count = self._count or required_batch_size
         total = count(target)
         self._parts = []
         for start in range(0, size * number, size):
             real = min(size, max(rows - start, 0))
-            # Filled up with repeated rows, so that every micro-batch has a loss.
+            # Padded with repeated rows, so that every micro-batch has a loss.
             part = slice_tensors(target, slice(start, start + real) if real else slice(0, 1))
             weight = float(count(part) / total) if real and total else 0.0
             self._parts.append((real or 1, part, weight))
@@ -317,7 +318,7 @@ class _Loss:
 
 
 class _Stages:
-    """A model cut into stages, traced once for each shape of micro-batches."""
+    """A model split into stages, traced once for each shape of micro-batches."""
 
     def __init__(
         self,
@@ -336,20 +337,20 @@ class _Stages:
             check_counts(1, num_chunks=number)
         self._num_microbatches = number or state.num_processes
         self._model = model
-        self._traced = copy.copy(model)  # `prepare_pippy` replaces forward of the other one
+        self._traced = copy.copy(model)  # since `prepare_pippy` replaces the forward of `model`
         self._forward = self._traced.forward
         self._loss, self._schedule = loss, schedule
         self._device = state.device
         self._rank, self._last_rank = state.process_index, state.num_processes - 1
         self._schedules: dict[Any, Any] = {}
-        self._error: Exception | None = None  # the first one of this process in a batch
+        self._error: Exception | None = None  # the first error of this process in a batch
         named = [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]
         self._tensors: dict[str, Tensor] = dict(named)
-        self._stage_tensors: dict[int, Tensor] = {}  # on the device, by the id in the model
-        self._stages_of: dict[int, set[int]] = {}  # which use a tensor, by its id
+        self._stage_tensors: dict[int, Tensor] = {}  # tensors on the device, by id in the model
+        self._stages_of: dict[int, set[int]] = {}  # stages that use a tensor, by its id
         self.split_points = _check_split_points(
             model, split_points, no_split_module_classes, state.num_processes
         )
@@ -363,7 +364,7 @@ class _Stages:
         self._prepare(spec, rows, "output" if loss is None else "gradient")
 
     def check_trainable(self) -> None:
-        """Raise if what is trained is not in exactly one stage, or a stage trains nothing.
+        """Raise if a trained parameter is in several stages, or a stage has none.
 
         Raises:
             ValueError: See above.
@@ -405,7 +406,7 @@ class _Stages:
     # -- running ---------------------------------------------------------------------------------
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Return the model's output on the last process, and None elsewhere."""
+        """Return the model's output on the last process, and None on the others."""
         if self._last_rank == 0:
             args, kwargs = send_to_device((args, kwargs), self._device)
             return self._model(*args, **kwargs)
@@ -420,7 +421,7 @@ class _Stages:
         return slice_tensors(rebuild(output), slice(spec.rows))
 
     def run_loss(self, args: Any, kwargs: Any, target: Any, *, backward: bool) -> Tensor:
-        """Return the loss of a batch, and with `backward` add to the gradients."""
+        """Return the loss of a batch, and with `backward` accumulate gradients."""
         loss = self._loss
         assert loss is not None
         if self._last_rank == 0:
@@ -466,7 +467,7 @@ class _Stages:
         return total
 
     def _broadcast_spec(self, args: Any, kwargs: Any, target: Any) -> _BatchSpec:
-        """Return the spec of rank 0's batch; collective. An error of rank 0 is raised on all."""
+        """Return the spec of rank 0's batch; collective. Errors of rank 0 are raised on all."""
         if torch.is_autocast_enabled(self._device.type):
             raise ValueError(
                 "A pipeline does not run under autocast: the stages send float32. Convert the "
@@ -517,7 +518,7 @@ class _Stages:
     # -- tracing ---------------------------------------------------------------------------------
 
     def _prepare(self, spec: _BatchSpec, size: int, operation: str) -> Any:
-        """Return the schedule for micro-batches of `size` rows, made when it is first needed.
+        """Return the schedule for micro-batches of `size` rows, created when first needed.
 
         Args:
             spec: The batch.
@@ -525,7 +526,8 @@ class _Stages:
             operation: ``"output"``, ``"loss"`` or ``"gradient"``.
 
         Returns:
-            The schedule, and a function from what the last stage returns to the model's output.
+            The schedule, and a function that converts the last stage's result to the model's
+            output.
         """
         modes = [part.training for part in self._model.modules()]  # the graph keeps them
         key = repr((spec.args, spec.kwargs, spec.training, modes, size, operation))
@@ -547,7 +549,7 @@ class _Stages:
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> list[Tensor]:
-            nonlocal skeleton  # stages return tensors without the containers around them
+            nonlocal skeleton  # stages return flat lists of tensors
             output = self._forward(*args, **kwargs)
             skeleton = map_tree(lambda leaf: _TENSOR if isinstance(leaf, Tensor) else leaf, output)
             return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
@@ -556,7 +558,7 @@ class _Stages:
         vars(self._traced)["forward"] = forward
         args, kwargs = _empty((spec.args, spec.kwargs), size, torch.device("cpu"))
         try:
-            with warnings.catch_warnings():  # torch's tracing uses what torch has deprecated
+            with warnings.catch_warnings():  # torch's tracing uses deprecated torch functions
                 warnings.simplefilter("ignore", FutureWarning)
                 pipe = pipelining.pipeline(self._traced, mb_args=args, mb_kwargs=kwargs)
         finally:
@@ -583,7 +585,7 @@ class _Stages:
         return kind(stage, self._num_microbatches, loss_fn=loss, scale_grads=False), rebuild
 
     def _zeros_after_error(self, function: Any, zeros: Callable[[], Any]) -> Callable[..., Any]:
-        """Let a function return zeros after an error: the other stages wait for what it returns."""
+        """Make a function return zeros after an error, since other stages wait for its result."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._error is None:
@@ -596,7 +598,7 @@ class _Stages:
         return call
 
     def _check_stages(self, pipe: Any) -> list[int]:
-        """Return the index of each output tensor of the model among the last stage's outputs.
+        """Return, for each output tensor of the model, its index among the last stage's outputs.
 
         Raises:
             ValueError: The model cannot run as these stages.
@@ -612,7 +614,7 @@ class _Stages:
         return [_output_index(node) for node in leaves(output.args)]
 
     def _place_tensors(self, part: nn.Module) -> None:
-        """Put the parameters and buffers of this process, on its device, into a traced stage."""
+        """Set the parameters and buffers of a traced stage to this process's, on its device."""
         for place, _ in [*part.named_parameters(), *part.named_buffers()]:
             if place not in self._tensors:
                 continue  # a constant of the graph
@@ -634,12 +636,12 @@ def _output_index(value: Any) -> int:
 
 
 def _relay_values(pipe: Any) -> None:
-    """Let each stage pass on the values of earlier stages that later stages need.
+    """Make each stage pass on values of earlier stages that later stages need.
 
-    Torch sends a value to several stages, but no gradients back. It passes the model's arguments to
-    the first stage by their position, which takes those that it uses, in the order of their use:
-    here it takes all of them. In the graph of the stages a value is a stage, an item of what it
-    returns, or an argument.
+    Torch can send a value to several stages, but sends no gradients back. It passes the model's
+    arguments to the first stage by position, although that stage takes only the arguments it uses,
+    in order of use; here it takes all of them. In the graph of stages, a value is a stage, an item
+    of a stage's result, or an argument.
     """
     graph = pipe.split_gm.graph
     arguments = graph.find_nodes(op="placeholder")
@@ -661,7 +663,7 @@ def _relay_values(pipe: Any) -> None:
                 source = value if value.op == "call_module" else value.args[0]
                 taken[value] = part.placeholder(f"relayed_{value.name}")
                 taken[value].meta["val"] = returned[source][_output_index(value)].meta["val"]
-        # Tensors arrive in the order in which the stage before returns them.
+        # Tensors arrive in the order in which the previous stage returns them.
         stage.args = tuple(sorted(taken, key=_output_index) if index else arguments)
         body = next(node for node in part.nodes if node.op != "placeholder")
         for value in stage.args:
@@ -690,7 +692,7 @@ def _relay_values(pipe: Any) -> None:
 
 
 def _send_contiguous(stage: Any) -> None:
-    """Make a traced stage return contiguous tensors, and expect them: gloo sends no others."""
+    """Make a traced stage return and expect contiguous tensors, since gloo requires them."""
     (output,) = stage.graph.find_nodes(op="output")
     for node in (*stage.graph.find_nodes(op="placeholder"), *output.all_input_nodes):
         value = node.meta["val"]
@@ -704,7 +706,7 @@ def _zero_outputs(stage: Any) -> list[Tensor]:
 
 
 def _zeros(like: Tensor | None = None) -> Tensor:
-    """Return zeros of a shape, by default (), that backward can begin at."""
+    """Return zeros, by default of shape (), from which backward can start."""
     shape, dtype = ((), torch.float32) if like is None else (like.shape, like.dtype)
     trained = dtype.is_floating_point and torch.is_grad_enabled()
     device = PartialState().device
@@ -727,7 +729,7 @@ def _batch_spec(rows: int, args: Any, kwargs: Any, target: Any, training: bool) 
 
 
 def _empty(shapes: Any, rows: int, device: torch.device) -> Any:
-    """Return zeros with this many rows for each tensor without data."""
+    """Return zeros with this number of rows for each meta tensor."""
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
@@ -775,15 +777,15 @@ def _check_split_points(
 def choose_split_points(
     model: nn.Module, stages: int, no_split_module_classes: Sequence[str] = ()
 ) -> list[str]:
-    """Return the modules at which stages of about equal size begin.
+    """Return the modules at which to split a model into stages of about equal size.
 
-    Submodules are taken to be called in the order in which they were assigned. One is cut inside
-    only if it is larger than a stage should be.
+    Submodules are assumed to be called in the order in which they were assigned. A submodule is
+    split only if it is larger than the target size of a stage.
 
     Args:
         model: The model.
         stages: The number of stages.
-        no_split_module_classes: Names of classes of submodules that are never cut.
+        no_split_module_classes: Names of classes of submodules that are never split.
 
     Raises:
         ValueError: There are fewer such submodules than stages.

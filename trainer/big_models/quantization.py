@@ -1,4 +1,4 @@
-"""Load models with the weights of their linear layers in 8 or 4 bits, by bitsandbytes."""
+"""Load models with the weights of linear layers in 8 or 4 bits, using bitsandbytes."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ _COMPUTE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16
 
 @dataclass
 class BnbQuantizationConfig:
-    """How `load_and_quantize_model` quantises.
+    """Settings of `load_and_quantize_model`.
 
     Attributes:
         load_in_8bit: Whether weights have 8 bits.
-        llm_int8_threshold: Inputs above it are computed in 16 bits; for 8-bit weights.
+        llm_int8_threshold: For 8-bit weights, inputs above it are computed in 16 bits.
         load_in_4bit: Whether weights have 4 bits.
         bnb_4bit_quant_type: The type of 4-bit weights, ``"fp4"`` or ``"nf4"``.
         bnb_4bit_use_double_quant: Whether the constants of 4-bit weights are quantised too.
         bnb_4bit_compute_dtype: The dtype of products with 4-bit weights: ``"fp32"``, ``"fp16"``,
-            ``"bf16"`` or a torch dtype, which it becomes.
+            ``"bf16"`` or a torch dtype; stored as a torch dtype.
         torch_dtype: The dtype of the other weights; None means the model's.
         skip_modules: Names of modules that are not quantised. None means those with tied weights
             and the last one, which is usually the head.
-        keep_in_fp32_modules: Names of modules that are not quantised and have 32 bits.
+        keep_in_fp32_modules: Names of modules that are not quantised and stay in float32.
 
     Raises:
-        ValueError: Not exactly one of 8 and 4 bits, or an argument is outside its choices.
+        ValueError: Not exactly one of 8 and 4 bits is chosen, or an argument is invalid.
     """
 
     load_in_8bit: bool = False
@@ -108,15 +108,16 @@ def load_and_quantize_model(
     """Quantise a model's linear layers, with its own weights or with those of a checkpoint.
 
     Weights are quantised one at a time, as they are read. Layers that the device map puts on the
-    disk, or on the CPU beside an accelerator, are not quantised; nor are those of torch's own
-    attention and encoder layers, which compute with their weights without calling them.
+    disk, or on the CPU while there is an accelerator, are not quantised. Neither are linear layers
+    inside torch's attention and encoder layers, which use the weights without calling the layers.
 
     Args:
         model: The model, usually created under `init_empty_weights`; changed in place.
-        bnb_quantization_config: How it is quantised.
-        weights_location: A checkpoint, see `load_checkpoint_in_model`. None takes the weights that
-            the model has.
-        device_map: See `load_checkpoint_and_dispatch`. None is the accelerator, or the CPU.
+        bnb_quantization_config: The settings.
+        weights_location: A checkpoint, see `load_checkpoint_in_model`. None takes the model's own
+            weights.
+        device_map: See `load_checkpoint_and_dispatch`. None uses the accelerator, or the CPU if
+            there is none.
         no_split_module_classes: See `load_checkpoint_and_dispatch`.
         max_memory: See `load_checkpoint_and_dispatch`.
         offload_folder: See `load_checkpoint_and_dispatch`.
@@ -127,7 +128,7 @@ def load_and_quantize_model(
 
     Raises:
         ImportError: bitsandbytes is not installed.
-        ValueError: There is no layer to quantise, or no values for a weight.
+        ValueError: There is no layer to quantise, or a weight has no values.
         CheckpointError: A file is damaged.
     """
     bnb = _bitsandbytes()
@@ -143,7 +144,7 @@ def load_and_quantize_model(
     linear = _linear_layers(model, skipped)
     sizes = {f"{name}.weight": config.target_dtype for name in linear}
     if device_map is None:
-        available = torch.accelerator.is_available()  # a build for CUDA may find no driver
+        available = torch.accelerator.is_available()  # a CUDA build may find no driver
         device_map = {"": torch.accelerator.current_device_index() if available else "cpu"}
     resolved = as_device_map(
         model, device_map, max_memory, no_split_module_classes, config.torch_dtype, False, sizes
@@ -215,7 +216,7 @@ def _linear_layers(model: nn.Module, skipped: Sequence[str]) -> list[str]:
 
 def _quantized_layer(bnb: Any, config: BnbQuantizationConfig, old: nn.Module) -> Any:
     """Return the quantised form of a linear layer, without values."""
-    assert isinstance(old, nn.Linear)  # chosen so
+    assert isinstance(old, nn.Linear)  # only linear layers are selected
     bias = old.bias is not None
     with init_empty_weights():
         if config.load_in_8bit:
@@ -256,10 +257,10 @@ class _QuantizedPlacement(Placement):
         if owner not in self.layers or leaf != "weight":
             return super().make_tensor(names, source, file, stored)
         self.quantize(owner, materialize(source))
-        return None  # its shape is not that of the checkpoint
+        return None  # the quantised shape differs from the checkpoint's
 
     def quantize(self, name: str, weight: Tensor) -> None:
-        """Set a layer's weight, quantised."""
+        """Quantise a weight and set it in its layer."""
         layer, device = self.layers[name], self.device([f"{name}.weight"])
         value = weight.detach().to("cpu", self.dtype or weight.dtype)
         old = layer.weight
@@ -273,7 +274,7 @@ class _QuantizedPlacement(Placement):
                 quant_type=old.quant_type,
                 module=layer,
             )
-        layer.weight = made.to(device)  # which quantises
+        layer.weight = made.to(device)  # the move quantises it
 
     def quantize_in_place(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         """Quantise the weights of a model's old layers, and convert its other weights."""

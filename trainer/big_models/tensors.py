@@ -1,7 +1,7 @@
 """Create modules without memory for their weights, and replace single tensors of modules.
 
-A parameter on the ``meta`` device has a shape and a dtype but no values. A model made of them costs
-nothing, whatever its size; values come later, from a checkpoint.
+A parameter on the ``meta`` device has a shape and a dtype but no values. A model made of them needs
+no memory, whatever its size; values come later, from a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer import environment
 
 
 class CustomDtype(Enum):
-    """Types of weights that are no torch dtype, for the sizes of modules."""
+    """Weight types that are not torch dtypes, for computing the sizes of modules."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -48,8 +48,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
         model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto")
 
     Args:
-        include_buffers: Whether buffers have no values either. Buffers that no checkpoint contains
-            (``persistent=False``) then never get values. None reads
+        include_buffers: Whether buffers also have no values. Non-persistent buffers, which
+            checkpoints do not contain, then never get values. None reads
             ``ACCELERATE_INIT_INCLUDE_BUFFERS``, by default False.
     """
     with init_on_device(torch.device("meta"), include_buffers):
@@ -78,7 +78,7 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
     def place(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         del module, name
         if parameter is None or parameter.device == device or is_lazy(parameter):
-            return None  # unchanged
+            return None  # register it unchanged
         return as_parameter(parameter.detach().to(device), parameter)
 
     handle = register_module_parameter_registration_hook(place)
@@ -90,21 +90,21 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
 
 
 def dtype_byte_size(dtype: torch.dtype) -> float:
-    """Return the bytes of one value of a dtype, or of a `CustomDtype`; an eighth for a bool."""
+    """Return the bytes of one value of a dtype or `CustomDtype`; 1/8 for a bool."""
     return 1 / 8 if dtype is torch.bool else dtype.itemsize
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Return the device, the address and the bytes of a tensor's storage.
 
-    They are the same for tensors that share it; all on the meta device have the address 0.
+    They are equal for tensors that share a storage; meta tensors have the address 0.
     """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def as_parameter(value: Tensor, like: Tensor) -> Tensor:
-    """Return a value as a parameter with the class and the attributes of another one."""
+    """Return a value as a parameter with the class and attributes of another one."""
     kind: Any = type(like)
     made: Tensor = kind(value.detach(), requires_grad=like.requires_grad)
     vars(made).update(vars(like))
@@ -122,8 +122,8 @@ def named_module_tensors(
     Args:
         module: The module.
         include_buffers: Whether buffers are yielded.
-        recurse: Whether those of its submodules are yielded.
-        remove_non_persistent: Whether buffers that no state dict contains are left out.
+        recurse: Whether tensors of its submodules are yielded.
+        remove_non_persistent: Whether non-persistent buffers are left out.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -134,7 +134,7 @@ def named_module_tensors(
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the buffers, of submodules too, that no state dict contains."""
+    """Return the names of non-persistent buffers, including those of submodules."""
     return {
         f"{path}.{name}".removeprefix(".")
         for path, part in module.named_modules(remove_duplicate=False)
@@ -143,7 +143,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of each parameter that has several, sorted.
+    """Return the sorted names of each parameter with several names.
 
     Args:
         model: The model, perhaps on the meta device.
@@ -157,11 +157,11 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
-    """Make each group of names one parameter again: the first that is not on the meta device.
+    """Make each group of names one parameter again, the first one not on the meta device.
 
     Args:
         model: The model.
-        tied_params: What `find_tied_parameters` has returned.
+        tied_params: The result of `find_tied_parameters`.
     """
     for group in tied_params:
         tensors = [find_tensor(model, name) for name in group]
@@ -199,14 +199,14 @@ def find_tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
-    """Put a parameter or buffer into the place of another one."""
+    """Replace a parameter or buffer by another one."""
     owner, leaf = find_owner(module, name)
-    # By setattr, from which recurrent layers refresh their list of flattened weights.
+    # With setattr, so that recurrent layers refresh their list of flattened weights.
     setattr(owner, leaf, value)
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what is the same for two tensors if they are the same values in memory."""
+    """Return a key that is equal for two tensors if they are the same values in memory."""
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -218,7 +218,7 @@ def as_device(device: Device) -> torch.device:
     """
     try:
         return torch.empty(0, device=device).device
-    except (AssertionError, RuntimeError) as error:  # of a torch, or a machine, without it
+    except (AssertionError, RuntimeError) as error:  # the torch build or the machine lacks it
         count, kind = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
         present = ["'cpu'", *(f"'{kind}:{index}'" for index in range(count))]
         raise ValueError(
@@ -246,14 +246,14 @@ def set_module_tensor_to_device(
         value: The new value, of the same shape; None keeps the old one.
         dtype: The dtype to convert a floating-point value to; None means the old tensor's.
         fp16_statistics: The scales of an 8-bit weight of bitsandbytes (its attribute ``SCB``).
-        tied_params_map: Copies of tied weights by the address of the original and by device; one
-            that is there is used, a new one is added. Only addresses that it has as keys count.
+        tied_params_map: Copies of tied weights by the address of the original and by device. An
+            existing copy is used, and a new one is added; only for addresses that are keys.
         non_blocking: Copy asynchronously.
         clear_cache: Whether to release the accelerator's unused cached memory afterwards.
 
     Raises:
         ValueError: There is no such tensor, it has another shape, or it is on the meta device and
-            there is no `value`.
+            no `value` is given.
     """
     owner, leaf = find_owner(module, tensor_name)
     old: Tensor = getattr(owner, leaf)
@@ -290,7 +290,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return a dtype from its name, such as ``"float16"`` or ``"torch.float16"``.
 
     Raises:
-        ValueError: It is not a dtype.
+        ValueError: The name is not a dtype's.
     """
     named = getattr(torch, dtype.removeprefix("torch."), 0) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype):
@@ -301,7 +301,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def longest_prefix(name: str, names: Mapping[str, Any]) -> str | None:
-    """Return the longest key that is the name of a module or tensor, or of one that contains it."""
+    """Return the longest key that names a module or tensor, or a module that contains it."""
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name if name in names else None

@@ -1,8 +1,8 @@
 """The names of accelerate, for its scripts: ``from trainer.accelerate import Accelerator``.
 
 Each module of accelerate is importable below this package (``trainer.accelerate.utils``), and each
-of its names is Cadence's own, looked up on first use (`table`). What is not here raises an
-``ImportError`` that says what to use. Nothing here has behaviour of its own.
+of its names refers to Cadence's own object, looked up on first use (`table`). Unsupported names
+raise an ``ImportError`` with the replacement. This package adds no behaviour.
 """
 
 from typing import Any

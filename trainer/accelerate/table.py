@@ -1,4 +1,4 @@
-"""Where each module and name of accelerate is here, or why it is not."""
+"""The places of accelerate's modules and names in Cadence, or the reason why one is missing."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ RENAMED = {
 
 
 def why_not(module: str, name: str = "") -> str | None:
-    """Why accelerate's `module`, or the name in it, is not here; None if it is, or is not known.
+    """Return why accelerate's `module`, or a name in it, is missing; None if present or unknown.
 
     Args:
-        module: Without ``accelerate.``; empty for the package itself.
+        module: The module path without ``accelerate.``; empty for the package itself.
         name: A name in it.
     """
     if module in PLACES:
@@ -97,13 +97,13 @@ def why_not(module: str, name: str = "") -> str | None:
 
 
 def find(module: str, name: str) -> tuple[str, str] | None:
-    """Return the module of ours that has accelerate's name, and its name there; None if none has.
+    """Return our module and name for a name of accelerate; None if there is none.
 
     Args:
-        module: Of accelerate, one of `PLACES`.
+        module: A module of accelerate, one of `PLACES`.
         name: A name in it.
     """
-    if f"{module}.{name}" in ACCELERATE_MODULES:  # refused, though we have another of this name
+    if f"{module}.{name}" in ACCELERATE_MODULES:  # refused, despite another object of this name
         return None
     if name in RENAMED:
         return RENAMED[name]
@@ -114,15 +114,15 @@ def find(module: str, name: str) -> tuple[str, str] | None:
 
 
 def value_of(module: str, name: str) -> Any:
-    """Return what `find` has found.
+    """Return the object that `find` locates.
 
     Raises:
-        ImportError: accelerate has the name; the text says why it is not here. Not an
-            ``AttributeError``, of which ``from … import …`` would drop the text.
-        AttributeError: Neither has it.
+        ImportError: accelerate has the name; the message says why Cadence does not. It is not an
+            ``AttributeError``, whose message ``from … import …`` would drop.
+        AttributeError: Neither library has the name.
     """
     path = ".".join(filter(None, ("accelerate", module)))
-    if name.startswith("__"):  # asked by Python itself, of any module
+    if name.startswith("__"):  # Python looks these up in any module
         raise AttributeError(f"module 'trainer.{path}' has no attribute {name!r}")
     if (inner := f"{module}.{name}".strip(".")) in PLACES and inner != FUNCTION:
         return import_module(f"trainer.{path}.{name}")

@@ -16,7 +16,8 @@ class ModuleFinder(MetaPathFinder, Loader):
 
     Args:
         package: Our package, such as ``trainer.accelerate``.
-        names: By module path, without the package: returns the value of a name in the module.
+        names: By module path without the package, a function that returns the value of a name in
+            the module.
         refusal: Returns the error message for an unsupported module path; None if the library has
             no such module.
         functions: Modules whose parent package has a function of the same name.
@@ -51,7 +52,7 @@ class ModuleFinder(MetaPathFinder, Loader):
         """Return the spec of a module.
 
         Raises:
-            ModuleNotFoundError: It is not supported; the message names the replacement.
+            ModuleNotFoundError: The module is not supported; the message names the replacement.
         """
         name = fullname.removeprefix(f"{self.package}.")
         if name == fullname:
@@ -64,7 +65,7 @@ class ModuleFinder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let the module look up its names."""
+        """Set the module's ``__getattr__`` to look up its names."""
         name = module.__name__.removeprefix(f"{self.package}.")
         module.__getattr__ = self._names[name]  # type: ignore[method-assign]  # PEP 562
         for inner in self._functions:

@@ -1,9 +1,10 @@
 """Errors about code for another trainer: all findings at once, each with its replacement.
 
-A method that a user has written and nobody calls is a silent mistake. Each hook of LightningModule,
-LightningDataModule and Lightning's Callback, of its releases 1.5 to 2.x, is therefore either called
-by `trainer.lightning` too or refused before anything runs. So are those of a TrainerCallback.
-`trainer migrate` also lists the methods that subclasses of Hugging Face's Trainer override.
+A method that a user has written and nothing calls is a silent mistake. So each hook of
+LightningModule, LightningDataModule and Lightning's Callback, of releases 1.5 to 2.x, is either
+called by `trainer.lightning` too, or raises an error before anything runs. So does each hook of a
+TrainerCallback. `trainer migrate` also lists the methods that subclasses of Hugging Face's Trainer
+override.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ UNCALLED = {
 
 
 def argument_refusals(arguments: Mapping[str, Any], parameters: Iterable[str]) -> dict[str, str]:
-    """Return a sentence for each unknown argument of the Trainer, which says what to pass.
+    """Return a sentence for each unknown argument of the Trainer, with the one to pass instead.
 
     Args:
         arguments: The arguments with their values, which may be ``...`` if unknown.
@@ -92,7 +93,7 @@ def refused_hooks(kind: str, bases: Iterable[type]) -> dict[str, str]:
                 if path.partition(".")[0] == base.__name__
             }
             refused = refused | of_kind
-        if base.__module__.startswith("trainer.lightning."):  # which calls them
+        if base.__module__.startswith("trainer.lightning."):  # `trainer.lightning` calls them
             refused = {name: use for name, use in refused.items() if name not in vars(base)}
     return refused
 
@@ -107,7 +108,7 @@ def uncalled(owner: object, kind: str) -> list[str]:
     bases = type(owner).__mro__
     refused = refused_hooks(kind, bases)
     if any(base.__module__.startswith("trainer.lightning.") for base in bases):
-        # Lightning 2 calls none of `HOOKS` either, and the model of a library may have them.
+        # Lightning 2 does not call `HOOKS` either, and a library's model may define them.
         own_hooks = {name: refused.pop(name) for name in HOOKS if name in refused}
         for message in uncalled_hooks(owner, kind, {kind: own_hooks}, "Its own code may call it."):
             _warn(message)

@@ -1,8 +1,8 @@
-"""The names of Lightning, Accelerate and Hugging Face that do not carry over, and what to use.
+"""The names of Lightning, Accelerate and Hugging Face that do not exist here, with replacements.
 
-Each table is a dict of the old name and what to use, as it follows "use" in a sentence, or an
-instruction of its own. `TABLES` says where each applies. `trainer.hints` has those that many write
-by habit. There is nothing but data here.
+Each table maps an old name to its replacement, worded to follow "use" in a sentence, or to a
+separate instruction. `TABLES` says where each table applies. `trainer.hints` has the names that
+users often type out of habit. This module contains only data.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from trainer.hints import EVALUATION_ARGUMENTS, LOG_ARGUMENTS, MANUAL, STEP_ARGU
 
 
 class Table(NamedTuple):
-    """Names that do not carry over.
+    """Names that do not exist here.
 
     Attributes:
-        library: Whose names they are.
-        what: What they are names of.
-        entries: Each name, with what to use.
+        library: The library of the names.
+        what: The kind of thing that is named.
+        entries: The replacement of each name.
     """
 
     library: str

@@ -1,6 +1,6 @@
 """Replacements of another Trainer's arguments that depend on the value, and invalid values.
 
-The invalid values are those of Lightning's arguments that `trainer.lightning` cannot take.
+The invalid values are values of Lightning's arguments that `trainer.lightning` does not support.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _precision(value: Any) -> str:
 
 
 def _every_batches(value: Any) -> str:
-    """Replace an interval in batches (int), in parts of an epoch (float), or in time."""
+    """Replace an interval in batches (int), as a fraction of an epoch (float), or in time."""
     if isinstance(value, float):
         return _every_epochs(value)
     if isinstance(value, (str, timedelta, Mapping)):
@@ -92,7 +92,7 @@ def _every_epochs(value: Any) -> str:
 
 
 def _every_steps(value: Any) -> str:
-    """Replace an interval in updates, or, below 1, in parts of the run."""
+    """Replace an interval in updates or, if below 1, as a fraction of the run."""
     return f"val_every='{_integer(value)} steps'"
 
 
@@ -126,7 +126,7 @@ def _num_epochs(value: Any) -> str:
 
 
 def _on_by_default(name: str) -> Callable[[Any], str]:
-    """Replace a switch that is on by default, as our argument ``name`` is."""
+    """Replace a switch that is on by default, like our argument ``name``."""
 
     def instead(value: Any) -> str:
         off = isinstance(value, int) and not value
@@ -203,7 +203,7 @@ BY_VALUE: dict[str, Callable[[Any], str]] = {
     "val_check_interval": _every_batches,
 }
 """Argument: what to use for a value."""
-_NONE_IS_A_VALUE = ("check_val_every_n_epoch", "save_total_limit")  # elsewhere None is unset
+_NONE_IS_A_VALUE = ("check_val_every_n_epoch", "save_total_limit")  # else None is unset
 
 
 def instead_of(name: str, general: str, value: Any) -> str:
@@ -222,7 +222,7 @@ def instead_of(name: str, general: str, value: Any) -> str:
 
 
 def _asks_for_nothing(name: str, general: str, value: Any) -> bool:
-    """Whether the value turns the feature off, so that the argument can be left out."""
+    """Return whether the value turns the feature off, so that the argument can be left out."""
     if value is None:
         return name not in _NONE_IS_A_VALUE
     if name in BY_VALUE:
@@ -300,7 +300,7 @@ def wrong_devices(arguments: Arguments) -> str | None:
 
 
 def device_numbers(devices: Any) -> list[str] | None:
-    """Return the devices of a list, or between commas; None for a number of devices."""
+    """Return the devices in a list or a comma-separated string; None for a number of devices."""
     if isinstance(devices, str) and "," in devices:
         devices = [device.strip() for device in devices.split(",") if device.strip()]
     several = isinstance(devices, Sequence) and not isinstance(devices, str)
@@ -385,6 +385,6 @@ Each function takes all arguments that were given, by name.
 
 
 def wrong_values(arguments: Arguments) -> list[str]:
-    """Return a sentence for each value of `trainer.lightning`'s Trainer that it cannot take."""
+    """Return a sentence for each value that `trainer.lightning`'s Trainer does not support."""
     messages = (check(arguments) for check in WRONG_VALUES.values())
     return [message for message in messages if message is not None]

@@ -1,11 +1,11 @@
 """Search for the largest batch that fits into memory.
 
 Each process tries a size on its own, so that an out-of-memory error leaves no other process waiting
-in a collective; then all agree. With several processes, buffers of the size of the gradients are
-allocated during a trial, because the engine needs them.
+in a collective; then the results are combined. With several processes, buffers of the size of the
+gradients are allocated during a trial, because the engine needs them.
 """
 
-# ruff: noqa: ARG001, ARG002 - a hook takes what the loop passes, used or not
+# ruff: noqa: ARG001, ARG002 - hooks take all of the loop's arguments, used or not
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class BatchSizeSearch:
     """The result of a search for a batch size, the same on all processes.
 
     Attributes:
-        batch_size: Samples in a micro-batch of one process.
-        gradient_accumulation_steps: Micro-batches of an update: as many as keep the requested
-            effective batch size, else the Trainer's own.
-        trials: Each size that was tried, in this order, and whether it fits everywhere.
+        batch_size: The number of samples in a micro-batch of one process.
+        gradient_accumulation_steps: Micro-batches per update, chosen to keep the requested
+            effective batch size, else the Trainer's own number.
+        trials: Each size that was tried, in order, and whether it fits on all processes.
     """
 
     batch_size: int
@@ -58,7 +58,7 @@ class BatchSizeSearch:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeSearch:
-    """Which sizes to try; see `Tuner.scale_batch_size`.
+    """The sizes to try; see `Tuner.scale_batch_size`.
 
     Raises:
         ValueError: A value is outside its range.
@@ -84,7 +84,7 @@ class SizeSearch:
         )
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, int(value))  # from 1e2
+                object.__setattr__(self, name, int(value))  # users often write 1e2
         if not 0 <= self.margin < 1:
             raise ValueError(f"margin is {self.margin}; it must be 0 or more and below 1.")
 
@@ -92,8 +92,8 @@ class SizeSearch:
         """Try sizes until the largest that fits is found; the margin is not subtracted.
 
         Args:
-            try_size: Takes a size; returns whether it fits, and the largest batch that the data can
-                fill, or None if unknown.
+            try_size: Called with a size; returns whether it fits, and the largest batch that the
+                data can fill, or None if unknown.
 
         Returns:
             Each size that was tried and whether it fits.
@@ -114,7 +114,7 @@ class SizeSearch:
         return tried
 
     def _next_size(self, tried: dict[int, bool], cap: int | None) -> int | None:
-        """Return the size to try next; None if the answer is known."""
+        """Return the size to try next; None if the result is known."""
         low = max((size for size, fits in tried.items() if fits), default=0)
         high = min((size for size, fits in tried.items() if not fits), default=None)
         if high is None:
@@ -140,15 +140,15 @@ def _batch_start_hook(method: str) -> Callable[..., None]:
 
 @dataclass
 class _BatchRecorder(Callback):
-    """Runs a trial on this process alone, and records how large its batches are.
+    """Runs a trial on this process alone, and records the sizes of its batches.
 
     Attributes:
         method: The entry point whose batches are sized.
         steps: Updates.
         reserve: Allocate the gradient buffers that the engine of several processes needs.
         largest_seen: Samples in the largest batch of this entry point; 0 if unknown.
-        one_batch: No loader of this entry point had a second batch.
-        available: Samples in the largest of its datasets; None if only reading can tell.
+        one_batch: Whether no loader of this entry point had a second batch.
+        available: Samples in the largest of its datasets; None if unknown without reading.
     """
 
     method: str
@@ -160,16 +160,16 @@ class _BatchRecorder(Callback):
     _buffers: list[Tensor] = field(default_factory=list)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Keep parts of the module from starting collectives of their own."""
+        """Prevent parts of the module from running collectives."""
         for part in module.modules():
             if hasattr(part, "distributed_available_fn"):  # torchmetrics
                 vars(part)["distributed_available_fn"] = lambda: False
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         run = trainer._fit_run("on_fit_start")
-        run.stopping.ignore_signals()  # a signal takes effect once the trial is over
+        run.stopping.ignore_signals()  # signals take effect after the trial
         weighting = run.optim.weighting
-        weighting.reference = weighting.reference or 1.0  # no process waits for rank 0's
+        weighting.reference = weighting.reference or 1.0  # do not wait for rank 0's reference
         self.available = _max_num_samples([run.data.epoch_iterator])
         if self.reserve:
             self._buffers = [
@@ -184,7 +184,7 @@ class _BatchRecorder(Callback):
     def max_batch_size(self, size: int) -> int | None:
         """Return the largest batch that the data can fill, after trying a size; None if unknown.
 
-        If only the batches tell, data that end with their first batch cannot fill a larger one.
+        If the number of samples is unknown, data with a single batch cannot fill a larger one.
         """
         if 0 < self.largest_seen < size:
             return self.largest_seen
@@ -194,10 +194,10 @@ class _BatchRecorder(Callback):
 
 
 def _max_num_samples(epoch_iterators: Sequence[EpochIterator]) -> int | None:
-    """Return the number of samples in the largest of these; None if only reading can tell."""
+    """Return the number of samples in the largest of these; None if unknown without reading."""
     sizes = []
     for iterator in epoch_iterators:
-        # A stream's length may be any number.
+        # A stream's length need not be its number of samples.
         if isinstance(iterator.dataset, IterableDataset) or iterator.num_samples is None:
             return None
         sizes.append(iterator.num_samples)
@@ -209,14 +209,16 @@ class TrialTarget:
     """The module, data and entry point whose batch size is searched.
 
     Attributes:
-        trainer: The user's.
-        module: The user's.
-        loaders: To be recreated with other batch sizes; None if the module or datamodule has them.
+        trainer: The user's Trainer.
+        module: The user's module.
+        loaders: Loaders to recreate with other batch sizes; None if the module or datamodule has
+            them.
         val_loaders: The validation loaders of a fit, unchanged.
-        datamodule: The user's, or None.
+        datamodule: The user's datamodule, or None.
         method: The entry point.
         attribute: The attribute with the batch size, if no loaders are given.
-        accumulates: Updates have several micro-batches: gradients exist during a forward pass.
+        accumulates: Whether updates have several micro-batches, so that gradients exist during a
+            forward pass.
     """
 
     trainer: Trainer
@@ -249,12 +251,12 @@ class TrialTarget:
         fits, num_samples = True, None
         try:
             num_samples = self._run(size, steps)
-        except Exception as raised:  # noqa: BLE001 - raised below, once the others know
+        except Exception as raised:  # noqa: BLE001 - raised below, after the others were informed
             if is_out_of_memory(raised):
                 fits = False
             else:
                 error = raised
-        # An out-of-memory error is gone by now, and with it the frames that hold tensors.
+        # An out-of-memory error has been released by now, with the frames that hold tensors.
         exchange(error, "Tuner.scale_batch_size")
         free_caches()
         outcomes = all_gather_object((fits, num_samples))
@@ -334,7 +336,8 @@ def search_batch_size(
     Args:
         target: The module, data and entry point.
         search: The sizes to try.
-        effective: Samples of an update over all processes, to be kept by accumulation.
+        effective: The number of samples per update over all processes, kept constant by
+            accumulation.
 
     Raises:
         RuntimeError: No size fits.
@@ -365,8 +368,8 @@ def check_effective(effective: int, method: str, module: TrainModule, world_size
     """Check that accumulation can keep an effective batch size.
 
     Raises:
-        ValueError: It cannot.
-        TypeError: It is not a number.
+        ValueError: Accumulation cannot keep it.
+        TypeError: The size is not a number.
     """
     check_counts(1, effective_batch_size=effective)
     if effective % world_size:

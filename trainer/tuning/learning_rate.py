@@ -1,9 +1,9 @@
-"""The learning-rate range test: train while the rate rises, and see where the loss falls.
+"""The learning-rate range test: train while the rate rises, and find where the loss falls.
 
 L. N. Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017, section 3.3.
 """
 
-# ruff: noqa: ARG002 - a hook takes what the loop passes, used or not
+# ruff: noqa: ARG002 - hooks take all of the loop's arguments, used or not
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.trainer import Trainer
 logger = module_logger(__name__)
 
 _LOSS = "_range_test_loss"
-_SETTLED = 10  # losses after which their average no longer depends on the luck of a batch
+_SETTLED = 10  # number of losses after which their average no longer depends on single batches
 _MODES = ("exponential", "linear")
 _GROUPS = ("scaled", "same")
 Groups = Literal["scaled", "same"] | int
@@ -37,12 +37,12 @@ class LearningRateTest:
 
     Attributes:
         mode: ``"exponential"`` or ``"linear"``.
-        lrs: The rate of each update that was made.
-        losses: The smoothed loss before each of these updates, over all processes.
-        raw_losses: The same, not smoothed.
+        lrs: The rate of each update.
+        losses: The smoothed loss before each update, over all processes.
+        raw_losses: The same losses, not smoothed.
         scales: The rate of each parameter group, over all optimizers, as a multiple of the tested
             one; None for a group whose rate was not changed.
-        diverged: The test ended before the largest rate.
+        diverged: Whether the test ended before the largest rate.
     """
 
     mode: str
@@ -54,22 +54,23 @@ class LearningRateTest:
 
     @property
     def results(self) -> dict[str, list[float]]:
-        """`lrs` and `losses` as ``"lr"`` and ``"loss"``, Lightning's names."""
+        """`lrs` and `losses` under Lightning's names ``"lr"`` and ``"loss"``."""
         return {"lr": self.lrs, "loss": self.losses}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return half the rate at which the loss has fallen halfway to its lowest value.
+        """Return half of the rate at which the loss has fallen halfway to its lowest value.
 
-        This uses the raw losses, in a centred moving average over a sixth of the updates: that of
-        `losses` lags behind the rates. Half the rate is far enough from divergence to train with.
+        It is computed from the raw losses, with a centred moving average over a sixth of the
+        updates, because the average in `losses` lags behind the rates. Half of the rate is far
+        enough from divergence for training.
 
         Args:
-            skip_begin: Updates at the beginning that are left out.
-            skip_end: Updates at the end that are left out: the loss explodes there.
+            skip_begin: The number of updates at the beginning that are left out.
+            skip_end: The number of updates at the end that are left out, where the loss explodes.
 
         Returns:
             The rate; None if fewer than three updates are left, or if the fall is less than two
-            standard errors of its estimate. The log says which.
+            standard errors of its estimate. The log states the reason.
         """
         check_counts(0, skip_begin=skip_begin, skip_end=skip_end)
         raw_losses = self.raw_losses[skip_begin : max(len(self.raw_losses) - skip_end, 0)]
@@ -93,7 +94,7 @@ class LearningRateTest:
         fallen = int(above[-1]) + 1 if len(above) else 0
         before = losses[:fallen]
         around = losses[max(lowest - half_window, 0) : lowest + half_window + 1]
-        # The losses around the lowest were chosen for being low: their variance is too small.
+        # The losses around the lowest were selected for being low, so their variance is too small.
         if fallen < 2 or before.mean() - around.mean() <= 2 * before.std() * math.sqrt(
             1 / len(before) + 1 / len(around)
         ):
@@ -108,11 +109,11 @@ class LearningRateTest:
         return self.lrs[skip_begin + fallen] / 2
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Draw the smoothed loss over the rate.
+        """Plot the smoothed loss over the rate.
 
         Args:
             suggest: Mark the suggestion.
-            show: Open a window or show it in the notebook.
+            show: Show the figure in a window or notebook.
             ax: matplotlib axes to draw on; by default new ones.
 
         Returns:
@@ -167,7 +168,7 @@ class Sweep:
                 "and max_lr must be larger than min_lr."
             )
         check_counts(2, num_training=self.num_training)
-        object.__setattr__(self, "num_training", int(self.num_training))  # from 1e2
+        object.__setattr__(self, "num_training", int(self.num_training))  # users often write 1e2
         threshold = self.early_stop_threshold
         if threshold is not None and not threshold > 1:
             raise ValueError(
@@ -204,7 +205,7 @@ class Sweep:
             return [1.0 if number == self.groups else None for number in range(len(groups))]
         if self.groups == "same":
             return [1.0] * len(groups)
-        # A schedule, such as a warm-up, may have set the rate to 0 and kept the user's.
+        # A schedule, such as a warm-up, may have set the rate to 0; initial_lr has the user's rate.
         rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
         largest = max(rates)
         return [rate / largest if largest > 0 else 1.0 for rate in rates]
@@ -218,8 +219,8 @@ class RangeTest(Callback):
         sweep: The rates to test.
         raw: The losses.
         smoothed: Their moving averages.
-        scales: The multiples of the rate that the groups get.
-        diverged: The test ended before the largest rate.
+        scales: Each group's multiple of the rate.
+        diverged: Whether the test ended before the largest rate.
     """
 
     sweep: Sweep
@@ -252,11 +253,11 @@ class RangeTest(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
     ) -> None:
-        """Forget the losses of the previous micro-batch."""
+        """Drop the losses of the previous micro-batch."""
         self._backward.clear()
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
-        """Record the loss: in manual optimisation the step may not return it."""
+        """Record the loss, since in manual optimisation the step may not return it."""
         if not module.automatic_optimization:
             self._backward.append(loss.detach())
 
@@ -278,7 +279,7 @@ class RangeTest(Callback):
         """Read the loss, and stop if the rate has become too large."""
         trainer._fit_run("on_boundary").recorder.flush()  # a range test may wait for the device
         if trainer.global_step == len(self.raw):
-            return  # in manual optimisation: a boundary without an update
+            return  # a boundary without an update, in manual optimisation
         loss = float(trainer.callback_metrics[_LOSS])
         if not math.isfinite(loss):
             self.diverged = trainer.should_stop = True

@@ -33,10 +33,10 @@ _SHARED = (type, FunctionType, BuiltinFunctionType, ModuleType, Tensor, numpy.nd
 
 
 class TrialAccelerator:
-    """An accelerator with a gradient scaler of its own, which can hide the other processes.
+    """An accelerator with its own gradient scaler, which can hide the other processes.
 
     Args:
-        accelerator: The user's, which provides everything else.
+        accelerator: The user's accelerator, which provides everything else.
         alone: Run without the other processes, so that none of them waits after a failure.
     """
 
@@ -74,15 +74,15 @@ def make_trial(
     """Return a Trainer that has the user's settings but not the callbacks, and writes nothing.
 
     Args:
-        trainer: The user's.
-        callback: Its only callback.
-        steps: Updates of a fit.
+        trainer: The user's Trainer.
+        callback: The trial's only callback.
+        steps: The number of updates of a fit.
         alone: See `TrialAccelerator`.
         **settings: Settings that replace the user's.
     """
     changes: dict[str, Any] = {
         "num_sanity_val_steps": 0,
-        "non_finite": "ignore",  # a trial is to find out whether the loss diverges
+        "non_finite": "ignore",  # a trial must be able to observe divergence
         **dict.fromkeys(("min_epochs", "min_steps", "max_time")),
         **settings,
     }
@@ -95,10 +95,10 @@ def make_trial(
 
 @contextmanager
 def isolate(module: TrainModule) -> Iterator[None]:
-    """Isolate the trial of a copy of the module: on exit, restore RNG and process state.
+    """Isolate a trial of a copy of the module; on exit, restore RNG and process state.
 
-    A module on an accelerator is moved to the CPU meanwhile, so that the copy has the memory that
-    the module itself would have.
+    During the trial, a module on an accelerator is moved to the CPU, so that the copy has its
+    memory.
     """
     shared, gradients = PartialState._shared_state, GradientState()
     taken, sync = copy.deepcopy(shared.get("_seeds_taken")), gradients.sync_gradients
@@ -153,15 +153,15 @@ def set_attribute(owners: list[Any], name: str, value: Any) -> None:
 
 
 def copy_for_trial(module: TrainModule, data: Any, shared: list[Any]) -> tuple[TrainModule, Any]:
-    """Return copies of a module and of the data that it is to be trained on.
+    """Return copies of a module and of its data.
 
-    The module is copied completely. The data's memory is shared: tensors, arrays and what cannot be
-    copied (open databases, locks). Positions, generators and counters are copied.
+    The module is copied completely. The data's tensors, arrays and objects that cannot be copied
+    (open databases, locks) are shared. Positions, generators and counters are copied.
 
     Args:
-        module: The user's.
+        module: The user's module.
         data: Loaders and datamodules, in any container. Objects that they share with each other or
-            with the module are shared by the copies too.
+            with the module are also shared between the copies.
         shared: Objects that the copies share with the originals.
 
     Raises:
@@ -223,7 +223,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what a `_Pickler` of this process has written."""
+    """Unpickles the output of a `_Pickler` of this process."""
 
     def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
         super().__init__(file)

@@ -30,9 +30,9 @@ class Tuner:
 
     Trials run on copies of the module, its loaders and its datamodule, without the Trainer's
     callbacks and trackers, and write nothing: weights, generators, the position in the data, the
-    Trainer's counters and its files stay the same to the last bit, and a later `fit` runs as if
-    there had been no trial. Tensors and arrays of datasets are shared with the copies, not
-    copied; ``prepare_data`` and ``setup`` are called again for each trial.
+    Trainer's counters and its files are bit-identical afterwards, and a later `fit` runs as if
+    there had been no trial. Tensors and arrays of datasets are shared with the copies, not copied;
+    ``prepare_data`` and ``setup`` are called again for each trial.
 
     All processes call the methods with the same arguments and get the same results.
 
@@ -47,7 +47,7 @@ class Tuner:
         trainer: The Trainer whose settings and devices the trials use.
 
     Raises:
-        TypeError: It is not a Trainer.
+        TypeError: `trainer` is not a Trainer.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -78,9 +78,9 @@ class Tuner:
 
         This is the range test of L. N. Smith, "Cyclical Learning Rates for Training Neural
         Networks", WACV 2017. Schedulers are paused; in manual optimisation the rates that they set
-        are overwritten, and the loss is what `training_step` returns or, without that, the sum of
-        the losses passed to `manual_backward`. Losses are means over the items of each update, in
-        all its micro-batches and processes.
+        are overwritten, and the loss is the one that `training_step` returns, else the sum of the
+        losses passed to `manual_backward`. Losses are means over the items of each update, in all
+        its micro-batches and processes.
 
         Args:
             module: The module; a copy is trained.
@@ -93,28 +93,28 @@ class Tuner:
             min_lr: The first rate.
             max_lr: The last rate.
             num_training: The number of rates, one for each update.
-            mode: ``"exponential"`` or ``"linear"``: how the rates rise.
+            mode: ``"exponential"`` or ``"linear"``: the spacing of the rates.
             early_stop_threshold: Stop when the smoothed loss exceeds this multiple of its lowest
                 value so far, not counting the first ten updates, or when the loss is not finite;
-                None stops only at the latter. If the lowest value is below zero, the allowed rise
+                None stops only for the latter. If the lowest value is below zero, the allowed rise
                 is a multiple of its absolute value.
             smoothing: The weight of the past in the moving average of the losses, which is
                 bias-corrected.
-            groups: ``"scaled"`` keeps the ratios of the parameter groups' rates and gives the
-                largest the tested one; ``"same"`` gives it to all; a number gives it only to that
-                group, counted from 0 over all optimizers.
+            groups: ``"scaled"`` keeps the ratios of the parameter groups' rates, and sets the
+                largest to the tested rate; ``"same"`` sets all to the tested rate; a number sets
+                only that group, counted from 0 over all optimizers.
             update_attr: Set the module's attribute to the suggestion, if there is one.
-            attr_name: That attribute, of the module or its ``hparams``; by default ``lr`` or
-                ``learning_rate``.
+            attr_name: The name of that attribute of the module or its ``hparams``; by default
+                ``lr`` or ``learning_rate``.
 
         Returns:
             The rates and losses, with a `suggestion` and a `plot`.
 
         Raises:
-            ValueError: An argument is outside its range, the data can be read only once, or there
-                is no such attribute.
+            ValueError: An argument is outside its range, the data can be read only once, or the
+                attribute does not exist.
             TypeError: The module cannot be copied, or an argument has the wrong type.
-            Preempted: A signal arrived; nothing had to be saved.
+            Preempted: A signal arrived; there was nothing to save.
         """
         module = one_module("fit", module, model)
         check_module(module, "fit")
@@ -182,42 +182,44 @@ class Tuner:
 
         Loaders that are passed are recreated with other batch sizes. If the module or the
         datamodule creates them, it must read the size from an attribute. A fit that has validation
-        data also validates, with unchanged validation loaders. Each process tries by itself, with
-        the memory for the reduction of gradients set aside; the smallest size of all processes
-        counts. A step that has collectives of its own, as with ``SyncBatchNorm``, may hang if
-        another process ran out of memory.
+        data also validates, with unchanged validation loaders. Each process tries sizes separately,
+        with memory reserved for the reduction of gradients; the smallest result of all processes is
+        used. A step that runs collectives, for example in ``SyncBatchNorm``, may hang if another
+        process runs out of memory.
 
         Args:
-            module: The module; copies are tried out.
+            module: The module; copies are used for trials.
             train_dataloaders: As for `Trainer.fit`.
             val_dataloaders: As for `Trainer.fit`.
-            datamodule: Instead of loaders.
-            ckpt_path: As for `Trainer.fit`; not read, since weights do not change the memory.
+            datamodule: A datamodule, instead of loaders.
+            ckpt_path: As for `Trainer.fit`; not read, since weights do not affect memory use.
             model: Another name of `module`.
             dataloaders: For the other methods, as for `Trainer.validate`.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then searches
-                between the last two sizes.
+            mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then also
+                searches between the last two sizes.
             steps_per_trial: Updates of each trial, or batches of each loader. Only the second
                 update has the optimizer's state in memory, so use at least 2 for a fit.
             init_val: The first size; halved if it does not fit.
             max_trials: The maximum number of sizes to try.
             batch_arg_name: The attribute of the module, its ``hparams`` or the datamodule.
-            margin: The fraction by which a size found by ``"binsearch"`` at the limit of the memory
-                is reduced, since memory is fragmented in a long run.
-            max_val: Try no larger size. The number of samples in the data limits it too.
-            effective_batch_size: Samples of an update over all processes. The size is then one of
-                which a whole number of micro-batches makes such an update; use both in the run.
+            margin: The fraction by which a size that ``"binsearch"`` finds at the memory limit is
+                reduced, since memory is fragmented in a long run.
+            max_val: The largest size to try. It is also limited by the number of samples in the
+                data.
+            effective_batch_size: The number of samples per update over all processes. The size
+                found then divides it into a whole number of micro-batches; use both results in the
+                run.
             update_attr: Set the attribute to the size that was found.
 
         Returns:
-            The size for each process, the accumulation that goes with it, and what was tried.
+            The size for each process, the matching accumulation, and the sizes that were tried.
 
         Raises:
             ValueError: An argument is outside its range, the loaders have no batch size to change,
-                there is no such attribute, or the data can be read only once.
+                the attribute does not exist, or the data can be read only once.
             TypeError: The module cannot be copied, or an argument has the wrong type.
-            RuntimeError: Not even one sample fits. Like every error, on all processes.
+            RuntimeError: Not even one sample fits. Like every error, it is raised on all processes.
         """
         search = SizeSearch(
             mode=mode,

@@ -1,7 +1,7 @@
-"""The helpers of the documented API, under the names by which scripts import them.
+"""The helpers of the documented API, under the names that scripts import.
 
-Most are defined in other modules. Those that exist for scripts alone are in this package; no other
-module of Cadence imports it. A name is looked up on first use.
+Most are defined in other modules. Helpers that exist only for scripts are in this package, which no
+other module of Cadence imports. Names are looked up on first use.
 """
 
 from importlib import import_module

@@ -30,7 +30,7 @@ _OPERATIONS = {
 
 
 def _installed(*modules: str) -> Callable[[], bool]:
-    """Return a function that tells whether a package with one of these modules is installed."""
+    """Return a function that returns whether a package with one of these modules is installed."""
 
     def probe() -> bool:
         return any(find_spec(name) is not None for name in modules)
@@ -98,7 +98,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 def is_torchdata_stateful_dataloader_available() -> bool:
     """Return whether torchdata is installed and has a ``StatefulDataLoader``.
 
-    Cadence does not need it: prepared loaders have ``state_dict`` by themselves.
+    Cadence does not need it: prepared loaders have their own ``state_dict``.
     """
     return is_torchdata_available() and compare_versions("torchdata", ">=", "0.8.0")
 
@@ -109,7 +109,7 @@ def is_rich_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether ``torch.load`` takes `weights_only`: always True."""
+    """Return whether ``torch.load`` has the argument `weights_only`: always True."""
     return True
 
 
@@ -136,14 +136,14 @@ def is_megatron_lm_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed, and ``PJRT_DEVICE`` says which devices it uses.
+    """Return whether torch_xla is installed and ``PJRT_DEVICE`` selects its devices.
 
     Args:
-        check_is_tpu: Return whether these are TPUs.
-        check_is_gpu: Return whether these are GPUs.
+        check_is_tpu: Also require TPUs.
+        check_is_gpu: Also require GPUs.
 
     Raises:
-        ValueError: Both are to be checked.
+        ValueError: Both are True.
     """
     if check_is_tpu and check_is_gpu:
         raise ValueError("Pass check_is_tpu or check_is_gpu, not both.")
@@ -155,7 +155,7 @@ def is_npu_available(check_device: bool = False) -> bool:
     """Return whether devices of this kind can be used: always False, they are not supported yet.
 
     `is_mlu_available`, `is_musa_available`, `is_sdaa_available` and `is_neuron_available` are the
-    same function; each of these devices needs a package beside torch.
+    same function; each of these devices needs a package in addition to torch.
     """
     del check_device
     return False
@@ -176,12 +176,12 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_rocm_available() -> bool:
-    """Return whether there is a device of AMD."""
+    """Return whether there is an AMD device."""
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def is_xccl_available() -> bool:
-    """Return whether this torch has XCCL, the backend of Intel's GPUs."""
+    """Return whether this torch build has XCCL, the backend for Intel GPUs."""
     return dist.is_available() and dist.is_xccl_available()
 
 
@@ -247,7 +247,7 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
     """
     if operation not in _OPERATIONS:
         raise ValueError(f"operation is {operation!r}; it must be one of {', '.join(_OPERATIONS)}.")
-    # torch.__version__ is a str, too, but a version.
+    # torch.__version__ is a subclass of str, but is a version.
     package = type(library_or_version) is str
     installed = metadata.version(str(library_or_version)) if package else str(library_or_version)
     return bool(_OPERATIONS[operation](TorchVersion(installed), TorchVersion(requirement_version)))

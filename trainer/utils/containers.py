@@ -89,7 +89,7 @@ def recursively_apply(
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Broadcast a tensor that one process has; the others pass None. Collective.
+    """Broadcast the tensor of one process; the others pass None. Collective.
 
     Raises:
         ValueError: No process has a tensor, or several have.
@@ -138,7 +138,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
     Args:
         tensor: Tensors in nested containers.
-        batch_size: Their size along `dim`.
+        batch_size: The tensors' size along `dim`.
         num_processes: The padded size is a multiple of this number.
         dim: The dimension to pad.
 

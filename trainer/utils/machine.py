@@ -15,12 +15,12 @@ from trainer import environment
 from trainer.state.affinity import set_affinity
 from trainer.state.group import default_device, distributed_type, warn_of_old_kernel
 
-_FIRST_DRIVER = TorchVersion("550.40.07")  # with peer-to-peer copies between GPUs of the RTX 40
+_FIRST_DRIVER = TorchVersion("550.40.07")  # first with peer-to-peer copies between RTX 40 GPUs
 
 
 @dataclass
 class CPUInformation:
-    """The place of this process among those that a launcher has started."""
+    """The rank of this process among the launcher's processes."""
 
     rank: int = 0
     world_size: int = 1
@@ -29,7 +29,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return this process's rank and world size, as the launcher's variables say."""
+    """Return this process's rank and world size, from the launcher's variables."""
     launch = environment.detect_launch()
     names = ("rank", "world_size", "local_rank", "local_world_size")
     return CPUInformation(**{name: getattr(launch, name) for name in names})
@@ -42,7 +42,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def _nvidia_smi(query: str) -> list[str]:
-    """Return nvidia-smi's answer for each GPU; the query initialises no device."""
+    """Return nvidia-smi's answer for each GPU; the query does not initialise a device."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise FileNotFoundError("nvidia-smi is not installed: there is no driver for NVIDIA GPUs.")
@@ -52,26 +52,26 @@ def _nvidia_smi(query: str) -> list[str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of NVIDIA's GPUs, and their number.
+    """Return the names and the number of NVIDIA GPUs.
 
     Raises:
-        FileNotFoundError: There is no driver.
+        FileNotFoundError: No NVIDIA driver is installed.
     """
     names = _nvidia_smi("name")
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Return the version of NVIDIA's driver.
+    """Return the version of the NVIDIA driver.
 
     Raises:
-        FileNotFoundError: There is no driver.
+        FileNotFoundError: No NVIDIA driver is installed.
     """
     return _nvidia_smi("driver_version")[0]
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return False if several GPUs of the RTX 40 have a driver that cannot copy between them."""
+    """Return False if there are several RTX 40 GPUs whose driver cannot copy between them."""
     try:
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
@@ -83,7 +83,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 @functools.lru_cache
 def check_cuda_fp8_capability() -> bool:
-    """Return whether the first GPU computes in 8 bits, from compute capability 8.9 on.
+    """Return whether the first GPU supports fp8 (compute capability 8.9 or above).
 
     Raises:
         RuntimeError: There is no GPU.
@@ -109,18 +109,18 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @functools.lru_cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """As `override_numa_affinity`, once in a process."""
+    """Call `override_numa_affinity`, but only once per process."""
     override_numa_affinity(local_process_index, verbose)
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether something listens at a port of this machine; None is torchrun's default."""
+    """Return whether a process listens on a port of this machine; None is torchrun's default."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", port or environment.DEFAULT_PORT)) == 0
 
 
 def get_free_port() -> int:
-    """Return a port at which nothing listens; another process may take it at any time."""
+    """Return a free port; another process may take it at any time."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

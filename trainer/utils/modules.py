@@ -25,7 +25,7 @@ from trainer.tree import is_sharded
 
 logger = module_logger(__name__)
 
-compile_regions_deepspeed = compile_regions_fsdp2 = compile_regions  # all compile in place
+compile_regions_deepspeed = compile_regions_fsdp2 = compile_regions  # all of them compile in place
 
 
 def extract_model_from_parallel(
@@ -50,12 +50,12 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a part of a module is compiled."""
+    """Return whether a submodule is compiled."""
     return any(is_compiled(part) for part in module.modules() if part is not module)
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module or a part of it is a ``ModuleList`` of blocks of one class."""
+    """Return whether a module or submodule is a ``ModuleList`` of blocks of one class."""
     return any(map(is_repeated_blocks, module.modules()))
 
 
@@ -110,7 +110,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return contiguous tensors, and only the first of those that share memory."""
+    """Return contiguous tensors; of tensors that share memory, only the first."""
     non_tensors = {n: value for n, value in state_dict.items() if not isinstance(value, Tensor)}
     tensors, tied = separate_tied({n: v for n, v in state_dict.items() if n not in non_tensors})
     if tied:
@@ -124,8 +124,8 @@ def get_parameters_from_modules(
     """Return the parameters of modules.
 
     Args:
-        modules: The modules; or a regular expression for names in `model`, and those modules are
-            moved to `device`.
+        modules: The modules, or a regular expression for module names in `model`; matching modules
+            are moved to `device`.
         model: The model.
         device: The device.
     """
@@ -141,8 +141,9 @@ def ensure_weights_retied(
     """Return an initialisation function that ties the weights of a model again.
 
     Args:
-        param_init_fn: Gives a module of the meta device memory, and so new parameters.
-        model: The model, whose ``_tied_weights_keys`` (as transformers has) name tied weights.
+        param_init_fn: Allocates memory for a module on the meta device, which gives it new
+            parameters.
+        model: The model, whose ``_tied_weights_keys`` (as in transformers) name tied weights.
         device: Not used.
     """
     del device

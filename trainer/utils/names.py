@@ -41,7 +41,7 @@ __all__ = [
 WEIGHTS_INDEX_NAME = WEIGHTS_NAME + INDEX_SUFFIX
 SAFE_WEIGHTS_INDEX_NAME = SAFE_WEIGHTS_NAME + INDEX_SUFFIX
 MODEL_NAME, SAFE_MODEL_NAME = Path(WEIGHTS_NAME).stem, Path(SAFE_WEIGHTS_NAME).stem
-# Names of several files, to be formatted with a `suffix`.
+# Name patterns for several files, to be formatted with a `suffix`.
 WEIGHTS_PATTERN_NAME = f"{MODEL_NAME}{{suffix}}{Path(WEIGHTS_NAME).suffix}"
 SAFE_WEIGHTS_PATTERN_NAME = f"{SAFE_MODEL_NAME}{{suffix}}{Path(SAFE_WEIGHTS_NAME).suffix}"
 
@@ -76,14 +76,14 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 class ComputeEnvironment(Choice):
-    """Where processes are started; `trainer launch` refuses ``AMAZON_SAGEMAKER``."""
+    """The environment of a launch; `trainer launch` rejects ``AMAZON_SAGEMAKER``."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class SageMakerDistributedType(Choice):
-    """The kind of distributed run of Amazon SageMaker, whose own launcher starts processes."""
+    """The kind of distributed run on Amazon SageMaker, which has its own launcher."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"

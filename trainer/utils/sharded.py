@@ -1,4 +1,4 @@
-"""Helpers for scripts that call the steps of FSDP themselves.
+"""Helpers for scripts that perform the steps of FSDP themselves.
 
 `Accelerator.prepare`, `Accelerator.save_state` and `Accelerator.load_state` do all of this.
 """
@@ -32,7 +32,7 @@ from trainer.utils.modules import is_peft_model
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let ``from_pretrained`` of transformers read weights on one process of each machine only.
+    """Make ``from_pretrained`` of transformers read weights on one process per machine only.
 
     It sets ``ACCELERATE_USE_FSDP``, unless that is set, and ``FSDP_CPU_RAM_EFFICIENT_LOADING``.
     """
@@ -42,7 +42,7 @@ def enable_fsdp_ram_efficient_loading() -> None:
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let ``from_pretrained`` read weights on every process."""
+    """Make ``from_pretrained`` read weights on every process."""
     environment.export(FSDP_CPU_RAM_EFFICIENT_LOADING=False)
 
 
@@ -54,7 +54,7 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool]:
-    """Return a predicate: whether a submodule is an FSDP unit of its own."""
+    """Return a predicate that says whether a submodule is a separate FSDP unit."""
     from trainer.engines.fsdp import units_of
 
     units = set(units_of(model, fsdp2_plugin))
@@ -74,7 +74,7 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 def fsdp2_switch_optimizer_parameters(
     optimizer: Optimizer, mapping: Mapping[int, nn.Parameter]
 ) -> None:
-    """Put new parameters into an optimizer.
+    """Replace the parameters of an optimizer.
 
     Args:
         optimizer: The optimizer.
@@ -131,7 +131,7 @@ def save_fsdp_model(
         model: The model.
         output_dir: The folder in which ``pytorch_model_fsdp_<index>`` is written.
         model_index: The number of the model.
-        adapter_only: Of a ``PeftModel``, save the trained weights only.
+        adapter_only: For a ``PeftModel``, save only the trained weights.
         use_dcp: Not used.
     """
     del fsdp_plugin, use_dcp
@@ -155,7 +155,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_model` saved, each process its part, on any number of processes.
+    """Load weights of `save_fsdp_model`; each process loads its part, on any number of processes.
 
     The arguments are those of `save_fsdp_model`.
 
@@ -183,7 +183,7 @@ def save_fsdp_optimizer(
 ) -> None:
     """Save the whole state of an optimizer of a sharded model; collective.
 
-    `Accelerator.save_state` saves it as shards, for which rank 0 needs no memory.
+    `Accelerator.save_state` saves shards instead, which needs no extra memory on rank 0.
 
     Args:
         fsdp_plugin: Not used.
@@ -209,7 +209,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` saved, on any number of processes.
+    """Load a state of `save_fsdp_optimizer`, on any number of processes.
 
     The arguments are those of `save_fsdp_optimizer`; `adapter_only` is not used.
     """
@@ -227,7 +227,7 @@ def merge_fsdp_weights(
 ) -> None:
     """Merge the shards of a model's weights into one file, as ``trainer merge-weights`` does.
 
-    Collective: rank 0 does it, and its error is raised on all processes.
+    Collective: rank 0 merges, and its error is raised on all processes.
 
     Args:
         checkpoint_dir: The folder with the shards.
@@ -237,7 +237,7 @@ def merge_fsdp_weights(
 
     Raises:
         CheckpointError: The weights are missing or damaged.
-        ValueError: They have another format.
+        ValueError: The weights have another format.
     """
     folder = Path(output_path)
 

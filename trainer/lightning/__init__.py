@@ -1,7 +1,7 @@
-"""Lightning's names: a program moves in with ``import trainer.lightning as L``.
+"""Lightning's names, for programs that migrate with ``import trainer.lightning as L``.
 
-Everything here is translated into Cadence's own classes. What does not carry over raises an error
-that says what to use.
+All classes here are Cadence's own with translated arguments. Unsupported names and arguments raise
+an error with the replacement.
 """
 
 from trainer.lightning import pytorch

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning, ``.ckpt`` files, as checkpoints of the Trainer.
+"""Convert Lightning's checkpoints (``.ckpt`` files) to checkpoints of the Trainer.
 
 Such a file is a pickle of a dict, which torch reads with ``weights_only=True``, without running
 code::
@@ -10,7 +10,8 @@ code::
 With Lightning's ``WeightAveraging``, ``state_dict`` has the averages, ``current_model_state`` the
 trained weights, and ``averaging_state`` the number of updates of the average, ``n_averaged``.
 
-It has neither the states of random generators nor the order of the data: a resumed run draws anew.
+The file has neither the states of random generators nor the order of the data, so a resumed run
+draws both anew.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class Conversion:
     """A converted checkpoint.
 
     Attributes:
-        path: Its folder.
-        step: Its number of updates.
-        weights_only: Whether it has weights alone, from which no run can resume.
-        notes: What of the file is not in it, a sentence each.
+        path: The folder.
+        step: The number of updates.
+        weights_only: Whether it has only weights, from which no run can resume.
+        notes: The parts of the file that were not converted, a sentence for each.
     """
 
     path: Path
@@ -76,18 +77,19 @@ class Conversion:
 def convert_checkpoint(
     path: str | Path, output: str | Path | None = None, *, num_processes: int = 1
 ) -> Conversion:
-    """Write a checkpoint of Lightning as one of the Trainer: weights, optimizers and counters.
+    """Convert a Lightning checkpoint to one of the Trainer: weights, optimizers and counters.
 
     ``Trainer.fit(module, ckpt_path=folder)`` resumes from it, and `load_from_checkpoint` loads it.
 
     Args:
         path: The ``.ckpt`` file.
         output: The new folder; None is `path` without its suffix.
-        num_processes: How many processes the run had: the file counts the batches of one of them.
+        num_processes: The number of processes of the run, since the file counts the batches of one
+            process.
 
     Raises:
-        CheckpointError: The file is not one of Lightning, holds objects that are not plain values,
-            or is damaged; or `output` exists and is no checkpoint.
+        CheckpointError: The file is not a Lightning checkpoint, holds objects that are not plain
+            values, or is damaged; or `output` exists and is not a checkpoint.
     """
     file = Path(with_home("path", path))
     target = file.with_suffix("") if output is None else Path(with_home("output", output))
@@ -116,7 +118,7 @@ def convert_checkpoint(
     state = _state(saved, counters, manifest["run_id"], notes) if resumes else {}
     staging = open_staging(target)
     trained = saved.get("current_model_state")
-    if trained is not None and not _averages(saved):  # it has the initial weights as averages
+    if trained is not None and not _averages(saved):  # its averages are the initial weights
         saved["state_dict"], trained = trained, None
     _write_weights(saved["state_dict"], staging, file)
     if trained is not None:
@@ -131,10 +133,10 @@ def convert_checkpoint(
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the content of a file, which nothing but plain values and tensors may be in.
+    """Return the content of a file, which may contain only plain values and tensors.
 
     Raises:
-        CheckpointError: There is something else; the text says what to do.
+        CheckpointError: The file contains something else; the message has a fix.
     """
     if file.is_dir():
         raise CheckpointError(
@@ -157,7 +159,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _refusal(file: Path, error: CheckpointError) -> CheckpointError:
     try:
         objects = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # noqa: BLE001 - damaged, as the error says
+    except Exception:  # noqa: BLE001 - damaged, as the original error says
         return error
     modules = ", ".join(sorted({name.rpartition(".")[0] for name in objects} - {"builtins"}))
     names = ", ".join(name.removeprefix("builtins.") for name in objects)
@@ -174,7 +176,7 @@ def _refusal(file: Path, error: CheckpointError) -> CheckpointError:
 
 
 def _counters(saved: Mapping[str, Any], processes: int) -> Counters:
-    """Return the position: an epoch counts as complete once its last batch has been processed."""
+    """Return the position; an epoch counts as complete after its last batch was processed."""
     fit = saved["loops"]["fit_loop"]
     batches = fit["epoch_loop.batch_progress"]
     epochs, current = fit["epoch_progress"]["current"], batches["current"]
@@ -203,7 +205,7 @@ def _updates(steps: int, fit: Mapping[str, Any]) -> int:
 def _state(
     saved: Mapping[str, Any], counters: Counters, run_id: str, notes: list[str]
 ) -> dict[str, Any]:
-    """Return what `trainer.loops.fit_state` saves of a run, as far as the file has it."""
+    """Return the state that `trainer.loops.fit_state` saves, as far as the file has it."""
     if counters.epoch_batches and not counters.epoch_complete:
         notes.append(
             f"It was saved inside an epoch, after {counters.epoch_batches} batches over all "
@@ -244,8 +246,8 @@ def _state(
 
 
 def _callbacks(states: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the states of the user's callbacks; those of Lightning's own have another form."""
-    # Those of `WeightAveraging` and its subclasses are read by `_state_of_averages`.
+    """Return the states of the user's callbacks; states of Lightning's callbacks differ in form."""
+    # The states of `WeightAveraging` and its subclasses are read by `_state_of_averages`.
     states = {
         key: state for key, state in states.items() if state and {*state} != {"latest_update_step"}
     }
@@ -262,7 +264,7 @@ def _callbacks(states: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _averages(saved: Mapping[str, Any]) -> int:
-    """Return the number of updates of the average that the file's ``state_dict`` has."""
+    """Return the number of updates of the average in the file's ``state_dict``."""
     return int(saved.get("averaging_state", {}).get("n_averaged", 0))
 
 
@@ -278,7 +280,7 @@ def _state_of_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(states: Mapping[str, Any]) -> dict[str, float]:
-    """Return the monitored metrics of this checkpoint, which ModelCheckpoint knows."""
+    """Return the monitored metrics of this checkpoint, from ModelCheckpoint's state."""
     values = {
         state["monitor"]: float(state["current_score"])
         for state in states.values()
@@ -316,7 +318,7 @@ def _plain(values: Mapping[str, Any], what: str, notes: list[str]) -> dict[str, 
 def _without(
     values: Mapping[str, Any], check: Callable[[str], None], what: str, notes: list[str]
 ) -> list[str]:
-    """Return the names whose values pass a check, and note the others."""
+    """Return the names of values that pass a check, and add a note about the others."""
     good = []
     for name in values:
         try:

@@ -1,8 +1,9 @@
-"""Lets ``import lightning`` find `trainer.lightning`, for libraries that inherit its classes.
+"""Makes ``import lightning`` find `trainer.lightning`, for libraries that inherit its classes.
 
 A library such as optuna-integration, torch-geometric or pytorch-forecasting derives its callbacks,
-data modules and models from what ``import lightning`` finds when the library is imported. With
-`trainer.lightning` under that name, they are callbacks, data modules and modules of ours.
+data modules and models from the classes that ``import lightning`` provides when the library is
+imported. If `trainer.lightning` is imported under that name, they become subclasses of Cadence's
+classes.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ A child process gets it by ``sys.path`` or ``PYTHONPATH``, before it imports any
 
 
 def enter_as(name: str) -> None:
-    """Let ``import lightning`` find `trainer.lightning` in this process and those that it spawns.
+    """Make ``import lightning`` find `trainer.lightning` in this process and those it spawns.
 
-    Call it before anything imports Lightning; ``trainer launch --as_lightning`` does so for a
-    program that stays as it is. The packages ``pytorch_lightning`` and ``lightning_fabric`` are
-    entered with it, and none of them has to be installed.
+    Call it before anything imports Lightning; ``trainer launch --as_lightning`` does this for an
+    unchanged program. The packages ``pytorch_lightning`` and ``lightning_fabric`` are replaced too.
+    None of the packages has to be installed.
 
     Args:
         name: ``"lightning"``.
 
     Raises:
-        ValueError: It is another name.
-        ImportError: Lightning itself is imported already, so that classes may inherit its own.
+        ValueError: Another name is passed.
+        ImportError: Lightning itself is already imported, so classes may inherit from it.
     """
     if name != "lightning":
         raise ValueError(f"enter_as was called with {name!r}; the name must be 'lightning'.")
@@ -61,7 +62,7 @@ def enter_as(name: str) -> None:
 
 
 class _Entered(MetaPathFinder, Loader):
-    """Finds each module of Lightning as the very module that is here."""
+    """Finds each Lightning module as the same module object as in `trainer.lightning`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -71,7 +72,7 @@ class _Entered(MetaPathFinder, Loader):
             return None
         try:
             found = find_spec(PLACES[package] + dot + name)
-        except ModuleNotFoundError as error:  # which says what to use
+        except ModuleNotFoundError as error:  # whose message names the replacement
             raise ModuleNotFoundError(str(error), name=fullname) from None
         if found is None:
             return None
@@ -83,4 +84,4 @@ class _Entered(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state  # its own, which the import has replaced
+        module.__spec__ = module.__spec__.loader_state  # its own; the import replaced it

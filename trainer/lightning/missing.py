@@ -1,4 +1,4 @@
-"""What of Lightning is not here raises an ``ImportError`` that says what to use."""
+"""``ImportError`` messages with the replacement of unsupported Lightning names."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _PREFIX = "trainer.lightning."
 
 
 def refusal(name: str) -> str | None:
-    """Return what to say of a module or name of Lightning that is not here.
+    """Return the error message for an unsupported module or name of Lightning.
 
     Args:
-        name: As after ``lightning.``; the table has it, or the module that it is in.
+        name: The path after ``lightning.``; it or its module may be in the table.
 
     Returns:
-        The sentence; None for what is not Lightning's, and for names that begin with "_".
+        The message; None for names that are not Lightning's, and for names that begin with "_".
     """
     module = name
     while module and not name.rpartition(".")[2].startswith("_"):
@@ -30,7 +30,8 @@ def refusal(name: str) -> str | None:
 def getter(module: str) -> Callable[[str], NoReturn]:
     """Return the ``__getattr__`` of a module below `trainer.lightning`.
 
-    Not an ``AttributeError``, of which ``from … import …`` would drop the text.
+    It raises an ``ImportError``, since ``from … import …`` would drop the message of an
+    ``AttributeError``.
     """
 
     def get(name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Makes the modules of Lightning that have no file here importable below `trainer.lightning`."""
+"""Makes Lightning modules without a file here importable below `trainer.lightning`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CLASS_PATH = re.compile(
 
 
 def with_class_paths(text: str) -> str:
-    """Return a configuration file with the class paths of Lightning as they are here."""
+    """Return the text of a configuration file with Lightning's class paths replaced by ours."""
     return CLASS_PATH.sub(r"trainer.lightning.pytorch\1", text)
 
 
@@ -61,7 +61,7 @@ def _value_in(parent: str, name: str) -> Any:
 
 
 def _refusal(name: str) -> str | None:
-    """Leave what is no module, by its capitals, to Python: it names the module that lacks it."""
+    """Return the message for a module; None for a capitalised name, left to Python's own error."""
     return refusal(name) if name.islower() else None
 
 
@@ -69,8 +69,8 @@ def install() -> None:
     """Make the modules importable."""
     names = {name: partial(_value_in, parent) for name, parent in _PARENTS.items()}
     ModuleFinder("trainer.lightning", names, _refusal).install()
-    for name in _MODULES:  # to Python, only a module with a path has others below it
+    for name in _MODULES:  # Python imports submodules only below a module with a path
         module = import_module(_PREFIX + name)
         if not hasattr(module, "__path__"):
             module.__path__ = []
-    import_module(f"{_PREFIX}fabric.utilities.seed")  # programs read L.fabric without an import
+    import_module(f"{_PREFIX}fabric.utilities.seed")  # programs use L.fabric without importing it

@@ -4,7 +4,7 @@ import sys
 
 del sys.modules[__name__]
 
-from trainer.lightning import enter_as  # noqa: E402 - refuses where Lightning itself is imported
+from trainer.lightning import enter_as  # noqa: E402 - raises if Lightning itself is imported
 
 enter_as("lightning")
 __import__(__name__)

@@ -37,7 +37,7 @@ __version__ = "2.6.6"
 
 
 def cli_lightning_logo() -> None:
-    """Do nothing: Lightning's examples print a logo first."""
+    """Do nothing; Lightning's examples print a logo here."""
 
 
 __getattr__ = getter(__name__)

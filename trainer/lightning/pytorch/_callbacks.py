@@ -1,7 +1,7 @@
-"""Lightning's callbacks by their names and arguments: Cadence's own, translated.
+"""Cadence's callbacks with the names and arguments of Lightning's.
 
-The module is private so that jsonargparse, which finds subclasses by their bare names, takes
-``EarlyStopping`` in a file of `trainer fit` for Cadence's own.
+The module is private so that jsonargparse, which finds subclasses by their class names, resolves
+``EarlyStopping`` in a file of `trainer fit` to Cadence's own class.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class EarlyStopping(callbacks.EarlyStopping):
         self._best_score = None if score is None else float(score)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the findings, with the best value as a number."""
+        """Return the state, with the best value as a number."""
         return {**super().state_dict(), "best_score": self._best_score}
 
     @property
     def stopped_epoch(self) -> int:
-        """The epoch in which it stopped the run, else 0."""
+        """The epoch in which it stopped the run; 0 if it did not."""
         return self._stopped_epoch or 0
 
     @stopped_epoch.setter
@@ -89,9 +89,9 @@ class EarlyStopping(callbacks.EarlyStopping):
 
 
 class LearningRateMonitor(callbacks.LearningRateMonitor):
-    """`callbacks.LearningRateMonitor`; ``"epoch"`` logs once an epoch, from its beginning.
+    """`callbacks.LearningRateMonitor`; ``"epoch"`` logs at the beginning of each epoch.
 
-    Any other interval is that of the records.
+    Otherwise rates are logged whenever values are recorded.
     """
 
     def __init__(
@@ -104,18 +104,18 @@ class LearningRateMonitor(callbacks.LearningRateMonitor):
         self.logging_interval = logging_interval
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        """Log the rates, unless that is done once an epoch."""
+        """Log the rates, unless they are logged once per epoch."""
         if self.logging_interval != "epoch":
             super().on_train_step_end(trainer, module)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        """Log the rates once an epoch, if asked to."""
+        """Log the rates once per epoch, if configured."""
         if self.logging_interval == "epoch":
             self._log(trainer, module, on_step=False)
 
 
 class TQDMProgressBar(callbacks.ProgressBar):
-    """`callbacks.ProgressBar`, which is refreshed by time; ``refresh_rate=0`` shows nothing.
+    """`callbacks.ProgressBar`, which refreshes by time; ``refresh_rate=0`` shows nothing.
 
     Other arguments have no effect.
     """
@@ -143,7 +143,7 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(callbacks.RichProgressBar):
-    """`callbacks.RichProgressBar`, which is refreshed by time; ``refresh_rate=0`` shows nothing.
+    """`callbacks.RichProgressBar`, which refreshes by time; ``refresh_rate=0`` shows nothing.
 
     Other arguments have no effect.
     """
@@ -177,7 +177,7 @@ def _average(
     avg_fn: _AverageOne | None,
     multi_avg_fn: _AverageMany | None,
 ) -> None:
-    """Update averages by the values after `number` updates, as torch's ``AveragedModel`` does."""
+    """Update averages with the values after `number` updates, as in torch's ``AveragedModel``."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for average, value in zip(averages, values, strict=True):
         group = groups.setdefault((average.device, average.dtype), ([], []))
@@ -197,18 +197,19 @@ def _average(
 
 
 class WeightAveraging(callbacks.WeightAveraging):
-    """The equal average of the weights after every update, as Lightning's has it.
+    """The equally weighted average of the weights after every update, as in Lightning.
 
-    Evaluations in the fit, checkpoints and the end are those of `callbacks.WeightAveraging`, which
-    is an exponential average by default. Before the first update of the average, the trained
-    weights are evaluated, where Lightning evaluates the initial ones.
+    Evaluations during the fit, checkpoints and the final weights work as in
+    `callbacks.WeightAveraging`, whose default is an exponential average. Before the first update of
+    the average, the trained weights are evaluated; Lightning evaluates the initial ones.
 
     Args:
-        device: Where the average is kept; None keeps it beside the weights, as are those of shards.
-        use_buffers: Whether floating-point buffers are averaged too. False takes those that the
-            trained model had at the latest update of the average.
-        avg_fn: Returns a new average from the old one, the weight and the number of updates before,
-            such as ``torch.optim.swa_utils.get_ema_avg_fn()``.
+        device: The device of the average; None is the weights' device. Averages of shards are
+            always on the weights' device.
+        use_buffers: Whether floating-point buffers are averaged too. If False, the buffers are
+            those of the trained model at the latest update of the average.
+        avg_fn: Returns a new average from the old one, the weight and the number of previous
+            updates, such as ``torch.optim.swa_utils.get_ema_avg_fn()``.
         multi_avg_fn: The same for lists of tensors, in place.
 
     Raises:
@@ -255,20 +256,20 @@ class WeightAveraging(callbacks.WeightAveraging):
         self.num_updates += 1
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Update the average, if `should_update` says so."""
+        """Update the average if `should_update` returns True."""
         if self.should_update(epoch_idx=trainer.current_epoch):
             self._update(module)
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """An exponential moving average of the weights, as Lightning's has it.
+    """An exponential moving average of the weights, as in Lightning.
 
     Args:
         device: See `WeightAveraging`.
         use_buffers: See `WeightAveraging`.
         decay: The weight of the old average.
-        update_every_n_steps: The average is updated after update 0 and every n-th one.
-        update_starting_at_step: The first update of the weights, from 0, that counts.
+        update_every_n_steps: Update the average after update 0 and then after every n-th update.
+        update_starting_at_step: The first update of the weights, from 0, after which to update.
         update_starting_at_epoch: From this epoch on, from 0, the average is also updated at the end
             of each epoch.
     """
@@ -302,12 +303,13 @@ class StochasticWeightAveraging(callbacks.StochasticWeightAveraging):
     """`callbacks.StochasticWeightAveraging` with Lightning's arguments.
 
     Args:
-        swa_lrs: See `callbacks.StochasticWeightAveraging`, as the next three.
-        swa_epoch_start: The first epoch, from 1, or a fraction.
-        annealing_epochs: Until the rates are reached.
+        swa_lrs: See `callbacks.StochasticWeightAveraging`.
+        swa_epoch_start: The first epoch, from 1, or a fraction of the epochs.
+        annealing_epochs: The number of epochs until the rates are reached.
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn: Returns a new average from the old one, the weight and the number of weights in it.
-        device: Where the average is kept; None keeps it beside the weights, as are those of shards.
+        device: The device of the average; None is the weights' device. Averages of shards are
+            always on the weights' device.
     """
 
     def __init__(
@@ -338,9 +340,9 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     """`callbacks.ThroughputMonitor`.
 
     Args:
-        batch_size_fn: Has no effect: the samples of each batch are counted.
-        length_fn: Must be None: what `count_items` of the module returns is counted.
-        window_size: Updates over which speeds are averaged.
+        batch_size_fn: Has no effect, since the samples of each batch are counted.
+        length_fn: Must be None; the items returned by the module's `count_items` are counted.
+        window_size: The number of updates over which speeds are averaged.
         available_flops: The peak of one device in FLOP/s; None looks it up.
         **options: Further arguments.
     """
@@ -363,7 +365,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
 
 class OnExceptionCheckpoint(callbacks.OnExceptionCheckpoint):
-    """`callbacks.OnExceptionCheckpoint`, to which a link named `filename` points.
+    """`callbacks.OnExceptionCheckpoint`, with a link named `filename` to the checkpoint.
 
     Raises:
         ValueError: The `filename` is empty.
@@ -378,16 +380,16 @@ class OnExceptionCheckpoint(callbacks.OnExceptionCheckpoint):
         self.filename = filename
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Save this process's weights, and make the link, which the last to fail replaces."""
+        """Save this process's weights, and set the link; the last failing process wins."""
         folder = self.dirpath or trainer.checkpoint_dir
         if self._training and (saved := save_weights_at(exception, trainer, folder)):
             link_or_warn(saved, folder / f"{self.filename}{self.FILE_EXTENSION}")
 
 
 class _OfClass:
-    """A method that a program may also call on the class, as Lightning's static ones.
+    """A method that can also be called on the class, like Lightning's static methods.
 
-    There it is that of one object, so that what one call has frozen, another makes trainable.
+    Calls on the class use one shared object, so that one call can undo the freezing by another.
     """
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -399,7 +401,7 @@ class _OfClass:
 
 
 class BaseFinetuning(callbacks.BaseFinetuning):
-    """`callbacks.BaseFinetuning`, where batch normalisation is trained by default."""
+    """`callbacks.BaseFinetuning`, but with batch normalisation trained by default."""
 
     def _freeze(self, modules: Any, train_bn: bool = True) -> None:
         """Freeze parameters; see `callbacks.BaseFinetuning.freeze`.
@@ -415,7 +417,7 @@ class BaseFinetuning(callbacks.BaseFinetuning):
 
     @staticmethod
     def flatten_modules(modules: Any) -> list[nn.Module]:
-        """Return the modules that have parameters of their own, or no submodules."""
+        """Return the modules that have own parameters or no submodules."""
         if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleDict):
             flat = list(modules.modules())
         else:
@@ -431,12 +433,12 @@ class BaseFinetuning(callbacks.BaseFinetuning):
     def filter_params(
         modules: Any, train_bn: bool = True, requires_grad: bool = True
     ) -> Iterator[nn.Parameter]:
-        """Yield the parameters that are trained, or those that are not.
+        """Yield the trained or the frozen parameters.
 
         Args:
             modules: A module, or an iterable of modules, nested to any depth.
-            train_bn: False leaves out those of batch normalisation.
-            requires_grad: Which of them.
+            train_bn: False leaves out parameters of batch normalisation.
+            requires_grad: True for trained parameters, False for frozen ones.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
@@ -450,7 +452,7 @@ vars(_FINETUNING).update(_module=nn.Module(), _norms={}, _modes={}, _trainable={
 
 
 class BackboneFinetuning(BaseFinetuning, callbacks.BackboneFinetuning):
-    """`callbacks.BackboneFinetuning`, where batch normalisation is trained by default.
+    """`callbacks.BackboneFinetuning`, but with batch normalisation trained by default.
 
     `initial_denom_lr` and `rounding` have no effect.
     """
@@ -487,12 +489,12 @@ class WriteInterval(str):
 
     @property
     def on_batch(self) -> bool:
-        """Whether after each batch."""
+        """Whether it writes after each batch."""
         return "batch" in self
 
     @property
     def on_epoch(self) -> bool:
-        """Whether at the end."""
+        """Whether it writes at the end."""
         return "epoch" in self
 
 
@@ -502,8 +504,8 @@ class BasePredictionWriter(Callback):
     Args:
         write_interval: ``"batch"`` calls `write_on_batch_end` after each batch; ``"epoch"`` calls
             `write_on_epoch_end` at the end with all outputs of this process, ``"batch_and_epoch"``
-            both. `batch_indices` are the numbers of a batch's samples in the dataset, and at the
-            end those of each batch of each loader; a stream has none, so that lists are empty.
+            both. `batch_indices` are the dataset indices of a batch's samples, and at the end those
+            of each batch of each loader. For a stream the lists are empty.
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
@@ -517,11 +519,11 @@ class BasePredictionWriter(Callback):
         self._indices: list[list[Any]] = []
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Forget the outputs of a prediction that failed."""
+        """Drop the outputs of a failed prediction."""
         self._outputs, self._indices = {}, []
 
     def on_predict_start(self, trainer: Any, module: Any) -> None:
-        """Let the samplers keep the numbers that they draw."""
+        """Make the samplers record the indices that they draw."""
         trainer.keep_indices()
 
     def on_predict_batch_end(
@@ -573,7 +575,7 @@ class BasePredictionWriter(Callback):
 
 
 def _arguments(arguments: dict[str, Any], **renamed: str) -> dict[str, Any]:
-    """Return the arguments of a finder, from its locals, as `Tuner` takes them."""
+    """Return the arguments of a finder, from its locals, under `Tuner`'s names."""
     arguments = {
         renamed.get(name, name): value for name, value in arguments.items() if name != "self"
     }
@@ -581,7 +583,7 @@ def _arguments(arguments: dict[str, Any], **renamed: str) -> dict[str, Any]:
 
 
 class LearningRateFinder(Callback):
-    """Finds a learning rate before the training, by `Tuner.lr_find`, and sets the attribute.
+    """Finds a learning rate before training with `Tuner.lr_find`, and sets the attribute.
 
     A subclass that overrides `on_fit_start` searches when it calls `lr_find`, which then also sets
     the rates of the optimizers.
@@ -589,14 +591,14 @@ class LearningRateFinder(Callback):
     Args:
         min_lr: The first rate.
         max_lr: The last rate.
-        num_training_steps: How many rates.
+        num_training_steps: The number of rates.
         mode: ``"exponential"`` or ``"linear"``.
         early_stop_threshold: See `Tuner.lr_find`.
-        update_attr: Whether to set what was found.
+        update_attr: Whether to set the attribute to the result.
         attr_name: The attribute; by default ``lr`` or ``learning_rate``.
 
     Attributes:
-        optimal_lr: The result; None before there is one.
+        optimal_lr: The result; None before the search.
     """
 
     def __init__(
@@ -613,13 +615,13 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LearningRateTest | None = None
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Search, before the optimizers are made."""
+        """Search before the optimizers are created."""
         overridden = type(self).on_fit_start is not LearningRateFinder.on_fit_start
         if stage == "fit" and not overridden:
             self.lr_find(trainer, module)
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Do nothing; an override keeps `setup` from searching."""
+        """Do nothing; if it is overridden, `setup` does not search."""
 
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
         """Search now."""
@@ -636,22 +638,22 @@ class LearningRateFinder(Callback):
 
 
 class BatchSizeFinder(Callback):
-    """Finds the largest batch size that fits into memory, by `Tuner.scale_batch_size`, and sets it.
+    """Finds the largest batch size that fits, with `Tuner.scale_batch_size`, and sets it.
 
-    It does so before the loaders are made, in each of `fit`, `validate`, `test` and `predict`; in
-    `fit` not if a subclass overrides `on_fit_start`.
+    It searches before the loaders are created, in each of `fit`, `validate`, `test` and `predict`;
+    but not in `fit` if a subclass overrides `on_fit_start`.
 
     Args:
         mode: ``"power"`` or ``"binsearch"``.
-        steps_per_trial: Updates, or batches, of each trial.
+        steps_per_trial: The number of updates, or batches, of each trial.
         init_val: The first size.
         max_trials: The maximum number of sizes.
         batch_arg_name: The attribute of the module or the data module.
-        margin: By how much a size found by ``"binsearch"`` is reduced.
+        margin: The fraction by which a size found by ``"binsearch"`` is reduced.
         max_val: The largest size.
 
     Attributes:
-        optimal_batch_size: What was found.
+        optimal_batch_size: The result.
     """
 
     def __init__(
@@ -666,13 +668,13 @@ class BatchSizeFinder(Callback):
     ) -> None:
         self._options = _arguments(locals())
         self.optimal_batch_size: int | None = init_val
-        self._stage: str | None = None  # of which the size was found last
+        self._stage: str | None = None  # the stage of the latest search
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Search, before the loaders are made.
+        """Search before the loaders are created.
 
         Raises:
-            ValueError: Loaders were given.
+            ValueError: Loaders were passed.
         """
         self._stage = None
         overridden = type(self).on_fit_start is not BatchSizeFinder.on_fit_start
@@ -694,13 +696,13 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size, self._stage = size.batch_size, stage
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Do nothing; an override keeps `setup` from searching."""
+        """Do nothing; if it is overridden, `setup` does not search."""
 
     def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        """Do nothing if the size of this run was found.
+        """Check that the size for this run was found in `setup`.
 
         Raises:
-            ValueError: The run has begun without, and its loaders are there.
+            ValueError: There was no search, and the run has already created its loaders.
         """
         if self._stage is None:
             raise ValueError(

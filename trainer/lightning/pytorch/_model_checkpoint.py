@@ -1,4 +1,4 @@
-"""Lightning's `ModelCheckpoint`: Cadence's own, with Lightning's arguments and names of files."""
+"""Cadence's `ModelCheckpoint` with Lightning's arguments and file names."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from trainer.distributed.objects import all_gather_object, broadcast_object
 
 
 def as_tensor(value: float) -> torch.Tensor:
-    """Return a metric's value as programs for Lightning expect it, in full precision."""
+    """Return a metric's value as the tensor that Lightning programs expect, in full precision."""
     return torch.tensor(value, dtype=torch.float64)
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
     """`callbacks.ModelCheckpoint` with Lightning's arguments.
 
-    A checkpoint is a folder such as ``step-00000100``, to which links in `dirpath` have the names
-    that Lightning gives its files. The folders are in `dirpath` too, unless it has checkpoints of
-    an earlier run: then in ``dirpath/version_1``, and so on. Several callbacks with one `dirpath`
-    have a folder each in there.
+    A checkpoint is a folder such as ``step-00000100``, with links in `dirpath` under Lightning's
+    file names. The folders are in `dirpath` too. If `dirpath` has checkpoints of an earlier run,
+    they are in ``dirpath/version_1``, and so on. Several callbacks with the same `dirpath` each
+    have their own folder in it.
 
     Args:
-        dirpath: The folder of the checkpoints; None is the run's.
-        filename: The names, with metrics, such as ``"{epoch}-{val_loss:.2f}"``; None is
-            ``"{epoch}-{step}"``. A "/" becomes "_".
+        dirpath: The folder of the checkpoints; None takes the run's.
+        filename: A template for the names, with metrics, such as ``"{epoch}-{val_loss:.2f}"``; None
+            is ``"{epoch}-{step}"``. A "/" becomes "_".
         monitor: The metric that ranks checkpoints.
         verbose: Has no effect.
-        save_last: Whether to keep the newest one too, as ``last.ckpt``.
-        save_top_k: How many of the best to keep; -1 for all. With 0 and without `save_last`,
-            nothing is saved.
+        save_last: Whether to also keep the newest checkpoint, as ``last.ckpt``.
+        save_top_k: The number of best checkpoints to keep; -1 for all. With 0 and without
+            `save_last`, nothing is saved.
         save_on_exception: Whether to save when an exception ends the run.
-        save_weights_only: Whether to save the weights alone.
+        save_weights_only: Whether to save only the weights.
         mode: Whether ``"min"`` or ``"max"`` is best.
         auto_insert_metric_name: Whether ``{name}`` becomes ``name=value``, else ``value``.
-        every_n_train_steps: Save after so many updates.
+        every_n_train_steps: Save after every so many updates.
         train_time_interval: Save after this time.
-        every_n_epochs: Save in every n-th epoch, in each by default. With 0 in all three, only
-            `save_last` saves, at the end.
+        every_n_epochs: Save in every n-th epoch, by default in each. If all three intervals are 0,
+            only `save_last` saves, at the end.
         save_on_train_epoch_end: Whether `every_n_epochs` saves at the end of the epoch, after its
             validation, instead of after each validation. None is True if there is no validation,
             or one at the end of each epoch.
-        enable_version_counter: Whether a name that another checkpoint has gets ``-v1`` and so on,
-            else takes it over.
-        background: Whether to write while the training continues; see
-            `callbacks.ModelCheckpoint`. The links are made when it is written.
+        enable_version_counter: Whether a name that another checkpoint already has gets ``-v1`` and
+            so on. If False, the new checkpoint takes over the name.
+        background: Whether to write while the training continues; see `callbacks.ModelCheckpoint`.
+            The links are created once it is written.
 
     Attributes:
         current_score: The monitored value at the latest save; None before it.
 
     Raises:
-        ValueError: Two of the three intervals are given.
+        ValueError: More than one of the three intervals is given.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -127,7 +127,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         self._counts_versions = enable_version_counter
         self._has_last = bool(save_last)
         self._top: Path | None = None  # the folder of the links in a fit
-        self._names: dict[str, str] = {}  # of the links to ranked checkpoints
+        self._names: dict[str, str] = {}  # names of links to ranked checkpoints
         self._last = ""  # the name of the link to the newest
         if never:
             hooks = ("on_train_start", "on_boundary", "on_preemption", "on_train_end")
@@ -152,7 +152,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """What identifies the callback: also its interval."""
+        """The identifier of the callback, which includes its interval."""
         return f"{super().state_key}, every {self._given_every}"
 
     def top(self, trainer: Any) -> Path:
@@ -161,7 +161,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return folder
 
     def own_name(self) -> str:
-        """Return the name of its folder beside those of other callbacks with the same `dirpath`."""
+        """Return the name of its folder, to distinguish callbacks with the same `dirpath`."""
         ranked = "newest" if self.monitor is None else f"{self.monitor}-{self.mode}"
         return re.sub(r"\W+", "-", f"{ranked}-every-{self._given_every}")
 
@@ -199,7 +199,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         super()._save(trainer, score)
 
     def _due_at_end(self, trainer: Any) -> bool:
-        """Return whether to save the final update: where Lightning ends an epoch that it cuts."""
+        """Return whether to save the final update, as Lightning does after a partial epoch."""
         within = self._epochs and self.every == self._given_every and not trainer.epoch_complete
         due = within and (trainer.current_epoch + 1) % self._epochs == 0
         return (due or (self._has_last and not self._newest)) and super()._due_at_end(trainer)
@@ -207,7 +207,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     # -- the names ---------------------------------------------------------------------------------
 
     def _links(self, trainer: Any, name: str) -> dict[Path, bool]:
-        trainer.wait_for_save()  # whose links are then there
+        trainer.wait_for_save()  # its links then exist
         gone = [self._names.pop(each, "") for each in self._displaced]
         values = {**trainer.callback_metrics, "epoch": trainer.current_epoch}
         values["step"] = trainer.global_step
@@ -218,7 +218,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if self._has_last:
             wanted["last"] = self._format(self.CHECKPOINT_NAME_LAST, values)
             gone.append(self._last)
-        # Rank 0's, since others may have other working directories, and values of their own.
+        # Decided by rank 0, since other ranks may have other working directories and values.
         free = {
             which: self._free(file, None if which == "last" else {name, *self._displaced})
             for which, file in (wanted.items() if trainer.is_global_zero else ())
@@ -242,11 +242,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", value, filename).replace("/", "_")
 
     def _free(self, file: str, replaced: set[str] | None) -> str:
-        """Return a name that no other checkpoint has: itself, or with a version.
+        """Return a name that no other checkpoint has, with a version added if needed.
 
         Args:
             file: The name without its extension.
-            replaced: Names of checkpoints of this callback that may lose it; None for any.
+            replaced: This callback's checkpoints whose name may be taken over; None for any.
         """
         versions = (f"{self.CHECKPOINT_JOIN_CHAR}v{n}" for n in count(self.STARTING_VERSION))
         for version in chain([""], versions):
@@ -262,15 +262,15 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return path.name
 
     def _target(self, link: Path) -> Path | None:
-        """Return the checkpoint of this callback that a link points to, even if it is gone."""
+        """Return this callback's checkpoint to which a link points, even if it no longer exists."""
         try:
             target = Path(os.path.abspath(link.parent / os.readlink(link)))
-        except OSError:  # it is no link
+        except OSError:  # it is not a link
             return None
         return target if target.parent == self.directory else None
 
     def _mend_links(self) -> None:
-        """Make links that a kill has prevented, and remove those to checkpoints that are gone."""
+        """Create links that are missing after a kill, and remove dangling ones."""
         top, links = self._links_folder, list(self._names.items())
         if self._last and self._newest:
             links.append((self._newest[-1], self._last))
@@ -317,7 +317,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     @property
     def kth_value(self) -> Any:
-        """The monitored value of that checkpoint; None without ``monitor``."""
+        """The monitored value of `kth_best_model_path`; None without ``monitor``."""
         ranked = self.best_k_models if self.monitor is not None else {}
         return ranked.get(self.kth_best_model_path)
 
@@ -334,10 +334,10 @@ def choose_folders(trainer: Any, ckpt_path: Any) -> None:
 
     Args:
         trainer: The Trainer.
-        ckpt_path: From what the run starts, checked; the folders of that run stay its own.
+        ckpt_path: The checked checkpoint from which the run starts; folders of its run are reused.
 
     Raises:
-        CheckpointError: A folder cannot be read; on all processes.
+        CheckpointError: A folder cannot be read; raised on all processes.
     """
     savers = [
         callback
@@ -346,7 +346,7 @@ def choose_folders(trainer: Any, ckpt_path: Any) -> None:
     ]
     tops = [callback.top(trainer) for callback in savers]
     if len({len(callback) for callback in all_gather_object(tops)}) > 1:
-        return  # an error of fit
+        return  # `fit` raises this error
     others = [callback for callback in trainer.checkpoint_callbacks if callback not in savers]
     used = [*tops, *(callback.root or trainer.checkpoint_dir for callback in others)]
 
@@ -362,7 +362,7 @@ def choose_folders(trainer: Any, ckpt_path: Any) -> None:
         folders = []
         for saver, top in zip(savers, tops, strict=True):
             base, name = _base(top, run_id), saver.own_name()
-            if saver._dirpath is None and holder_of(top):  # another run of the same folder
+            if saver._dirpath is None and holder_of(top):  # another run is using the folder
                 base = trainer.project_dir / "checkpoints"
             shared = used.count(top) > 1 or committed(base / name)
             folders.append(base / name if shared else base)
@@ -384,13 +384,13 @@ def _versions(top: Path) -> Iterator[Path]:
 
 
 def _saved(base: Path) -> list[Path]:
-    """Return the checkpoints in a folder, and in those of its callbacks."""
+    """Return the checkpoints in a folder and in its callbacks' folders."""
     parts = [each for each in base.glob("*-every-*") if each.is_dir()]
     return [path for folder in (base, *parts) for path in committed(folder)]
 
 
 def _base(top: Path, run_id: str | None) -> Path:
-    """Return the version of a folder that has the checkpoints of a run, else one without any."""
+    """Return the version of a folder with a run's checkpoints, else one without checkpoints."""
     for base in _versions(top) if run_id is not None else ():
         if run_id in map(run_id_of, _saved(base)):
             return base
@@ -409,7 +409,7 @@ def _time(path: Path) -> float:
 
 
 def _nothing(*_: Any) -> None:
-    """In the place of a hook of a callback that never does anything."""
+    """Replaces a hook of a callback that never does anything."""
 
 
 def _no(*_: Any) -> bool:

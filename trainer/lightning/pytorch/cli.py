@@ -1,6 +1,6 @@
-"""LightningCLI: a program whose Trainer, module and data are described by options and YAML files.
+"""LightningCLI: a program with Trainer, module and data configured by options and YAML files.
 
-The options are read by jsonargparse, as those of `trainer fit`.
+The options are parsed by jsonargparse, as for `trainer fit`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = [
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's scheduler, with the metric that it follows.
+    """torch's scheduler, with the metric that it monitors.
 
     Args:
         optimizer: Its optimizer.
-        monitor: The metric.
-        *args: For torch's.
-        **kwargs: For torch's.
+        monitor: The name of the metric.
+        *args: Arguments of torch's scheduler.
+        **kwargs: Arguments of torch's scheduler.
     """
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ LRSchedulerTypeUnion: TypeAlias = LRScheduler | ReduceLROnPlateau
 OptimizerCallable: TypeAlias = Callable[[Iterable], Optimizer]  # type: ignore[type-arg]  # bare for jsonargparse
 LRSchedulerCallable: TypeAlias = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 ArgsType: TypeAlias = list[str] | dict[str, Any] | Namespace | None
-_Registered: TypeAlias = dict[str, tuple[Any, str]]  # of a key: the class or classes, and its link
+_Registered: TypeAlias = dict[str, tuple[Any, str]]  # by key: the class or classes, and the link
 _AUTOMATIC = "AUTOMATIC"
 
 
@@ -83,12 +83,12 @@ class LightningArgumentParser(ArgumentParser):
     """jsonargparse's ``ArgumentParser``, which adds the arguments of Lightning's classes.
 
     Args:
-        *args: For jsonargparse's.
-        description: Of the program.
-        env_prefix: Of variables of the environment, which are read with ``default_env=True``.
-        default_env: Whether to read them.
-        parser_mode: How files are read: by default YAML, where class paths may be Lightning's.
-        **kwargs: For jsonargparse's.
+        *args: Arguments of jsonargparse's parser.
+        description: A description of the program.
+        env_prefix: The prefix of environment variables, which are read with ``default_env=True``.
+        default_env: Whether to read environment variables.
+        parser_mode: The format of files; by default YAML, in which class paths may be Lightning's.
+        **kwargs: Arguments of jsonargparse's parser.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class LightningArgumentParser(ArgumentParser):
         Args:
             lightning_class: The class, or a function that returns an object of it.
             nested_key: The key.
-            subclass_mode: Whether the options name one of its subclasses.
-            required: Whether they must.
+            subclass_mode: Whether the options choose one of its subclasses.
+            required: Whether they must choose one.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The class is something else.
         """
         made = lightning_class
         if callable(made) and not isinstance(made, type):
@@ -164,7 +164,7 @@ class LightningArgumentParser(ArgumentParser):
         Args:
             optimizer_class: The class; a tuple allows the subclasses of several.
             nested_key: The key.
-            link_to: The key that gets it; by default `configure_optimizers` of the CLI does.
+            link_to: The key that receives it; by default the CLI's `configure_optimizers` uses it.
         """
         self._add(optimizer_class, nested_key, "params")
         self._optimizers[nested_key] = (optimizer_class, link_to)
@@ -190,14 +190,14 @@ class LightningArgumentParser(ArgumentParser):
 class SaveConfigCallback(SavedConfiguration):
     """Writes the configuration to the folder of the run when it starts.
 
-    A different file of an earlier start is kept beside it. Secrets are redacted.
+    A different file of an earlier start is kept next to it. Secrets are redacted.
 
     Args:
         parser: The parser of the configuration.
         config: The configuration.
         config_filename: The name of the file.
-        overwrite: Has no effect: the file is that of the latest start.
-        multifile: Must be False: the configuration is one file.
+        overwrite: Has no effect; the file is always that of the latest start.
+        multifile: Must be False; the configuration is a single file.
         save_to_log_dir: Whether to write the file; with False, override `save_config`.
 
     Raises:
@@ -235,7 +235,7 @@ class SaveConfigCallback(SavedConfiguration):
             self.save_config(trainer, module, stage)
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Write the file; the loggers have started."""
+        """Write the file, after the loggers have started."""
         self._save(trainer, module, "fit")
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -251,45 +251,47 @@ class SaveConfigCallback(SavedConfiguration):
         self._save(trainer, module, "predict")
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Save the configuration elsewhere too, on rank 0; override it."""
+        """Override it to also save the configuration elsewhere; called on rank 0."""
 
 
 class LightningCLI:
-    """A program whose Trainer, module and data are described by options and files.
+    """A program with Trainer, module and data configured by options and files.
 
     ``program.py fit --config config.yaml --model.lr 0.1`` creates the objects and calls
-    `Trainer.fit`. Class paths may have Lightning's modules or this library's, such as
+    `Trainer.fit`. Class paths may be Lightning's or this library's, such as
     ``trainer.lightning.pytorch.callbacks.ModelCheckpoint``.
 
     Args:
         model_class: The module's class, or a function that returns one; None lets ``--model`` name
             it.
-        datamodule_class: The same of the data; None lets ``--data`` name it, if there is any.
+        datamodule_class: The data module's class, or a function that returns one; None lets
+            ``--data`` name it, if there is any.
         save_config_callback: Saves the configuration; None for none.
-        save_config_kwargs: Arguments of it.
+        save_config_kwargs: Arguments of the callback.
         trainer_class: The Trainer's class, or a function that returns one.
-        trainer_defaults: Defaults of its arguments; `callbacks` are added to those of the options.
-        seed_everything_default: The seed; True is 0, False for none.
-        parser_kwargs: Arguments of the parser; under a subcommand's name, of that of it.
+        trainer_defaults: Defaults of the Trainer's arguments; `callbacks` are added to the
+            options'.
+        seed_everything_default: The default seed; True means 0, False none.
+        parser_kwargs: Arguments of the parser; under a subcommand's name, those of its parser.
         parser_class: The class of the parser.
         subclass_mode_model: Whether ``--model`` may name a subclass of `model_class`.
         subclass_mode_data: Whether ``--data`` may name a subclass of `datamodule_class`.
-        args: The options as a list or dict; None for those of the command line.
-        run: Whether there are subcommands, of which one is run; False creates the objects only.
+        args: The options as a list or dict; None reads the command line.
+        run: Whether to parse and run a subcommand; False only creates the objects.
         auto_configure_optimizers: Whether to add ``--optimizer`` and ``--lr_scheduler``.
         load_from_checkpoint_support: Has no effect: `save_hyperparameters` stores what ``__init__``
             receives.
 
     Attributes:
-        config: What was parsed.
-        config_init: The same, with the objects.
+        config: The parsed configuration.
+        config_init: The configuration with created objects.
         trainer: The Trainer.
         model: The module.
         datamodule: The data; None without any.
         subcommand: The subcommand; None with ``run=False``.
 
     Raises:
-        SystemExit: The options are wrong, or ask for help.
+        SystemExit: The options are invalid, or request help.
     """
 
     def __init__(
@@ -382,11 +384,11 @@ class LightningCLI:
             self.datamodule_class or LightningDataModule,
             "data",
             subclass_mode=self.subclass_mode_data,
-            required=self.datamodule_class is not None,  # the module may have its loaders
+            required=self.datamodule_class is not None,  # the module may define its own loaders
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add or link further arguments; override it."""
+        """Override it to add or link further arguments."""
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         self.add_default_arguments_to_parser(parser)
@@ -401,7 +403,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, each with the arguments of its method that are no options."""
+        """Return the subcommands, each with the arguments of its method that are not options."""
         evaluation = {"model", "dataloaders", "datamodule"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -412,7 +414,7 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link the optimizers and schedulers that say where they go."""
+        """Link the optimizers and schedulers that have `link_to`."""
         for key, (kinds, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
             if link_to == _AUTOMATIC:
                 continue
@@ -435,7 +437,7 @@ class LightningCLI:
     # -- the objects -------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Do something before the objects are created; override it."""
+        """Override it to run code before the objects are created."""
 
     def instantiate_classes(self) -> None:
         """Create the data, the module and the Trainer."""
@@ -446,13 +448,13 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Do something once the objects are created; override it."""
+        """Override it to run code after the objects are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Return the Trainer.
 
         Args:
-            **kwargs: Arguments that replace those of the options.
+            **kwargs: Arguments that override the options.
         """
         keys = self._parser(self.subcommand).callback_keys
         given = self._get(self.config_init, "trainer", {})
@@ -473,7 +475,7 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: Any, optimizer: Optimizer, lr_scheduler: Any = None
     ) -> Any:
-        """Return what the module's `configure_optimizers` returns, for the options' optimizer."""
+        """Return a result for the module's `configure_optimizers`, with the options' optimizer."""
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
@@ -482,10 +484,10 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Let the options' optimizer be the module's, if they name one.
+        """Use the options' optimizer for the module, if they name one.
 
         Raises:
-            ValueError: There are several.
+            ValueError: The options name several optimizers.
         """
         parser = self._parser(subcommand)
         names = [
@@ -504,7 +506,7 @@ class LightningCLI:
         if not described:
             return
 
-        def configure_optimizers() -> Any:  # of the parameters that there are by then
+        def configure_optimizers() -> Any:  # uses the parameters that exist by then
             optimizer = instantiate_class(self.model.parameters(), described)
             made = instantiate_class(optimizer, schedule) if schedule else None
             return self.configure_optimizers(self.model, optimizer, made)
@@ -518,7 +520,7 @@ class LightningCLI:
         return found if isinstance(kinds, tuple) else _described(kinds, found)
 
     def _get(self, config: Any, key: str, default: Any = None) -> Any:
-        """Return a value of a configuration, of the subcommand if there is one."""
+        """Return a value of the configuration, or of the subcommand's if there is one."""
         return config.get(str(self.subcommand), config).get(key, default)
 
     # -- the run -----------------------------------------------------------------------------------
@@ -554,7 +556,7 @@ class LightningCLI:
 
 
 def _nothing() -> None:
-    """In the place of a hook that there is not."""
+    """Replaces a hook that does not exist."""
 
 
 def _list_of(given: Any) -> list[Any]:
@@ -570,10 +572,10 @@ def _described(kind: type, given: Any = None) -> dict[str, Any]:
 
 
 def instantiate_class(args: Any, init: Any) -> Any:
-    """Return an object of a class path.
+    """Create an object from a class path.
 
     Args:
-        args: Its positional arguments; a tuple for several.
+        args: The positional argument, or a tuple of several.
         init: ``{"class_path": …, "init_args": …}``.
     """
     module, _, name = init["class_path"].rpartition(".")

@@ -1,4 +1,4 @@
-"""The models and data of Lightning's examples. What they read is on the disk, or an error."""
+"""The models and data of Lightning's examples. WikiText-2 must be on disk."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = [
 
 __getattr__ = getter(__name__)
 
-_WORDS = 33278  # of WikiText-2
+_WORDS = 33278  # number of words in WikiText-2
 
 
 class RandomDataset(Dataset[Tensor]):
-    """`length` normal random vectors of `size` numbers."""
+    """A dataset of `length` normal random vectors of `size` numbers."""
 
     def __init__(self, size: int, length: int) -> None:
         self.len = length
@@ -48,7 +48,7 @@ class RandomDataset(Dataset[Tensor]):
 
 
 class RandomDictDataset(RandomDataset):
-    """Dicts of a vector ``"a"`` and of ``"b"``, which is 2 more."""
+    """A dataset of dicts with a vector ``"a"``, and ``"b"`` equal to ``"a"`` plus 2."""
 
     def __getitem__(self, index: int) -> Any:
         """Return a dict."""
@@ -84,7 +84,7 @@ class BoringModel(LightningModule):
         return self.layer(x)
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the squared error, by default to ones."""
+        """Return the mean squared error, by default from ones."""
         return functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
     def step(self, batch: Any) -> Tensor:
@@ -109,7 +109,7 @@ class BoringModel(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
 
     def train_dataloader(self) -> Any:
-        """Return 64 random vectors, one a batch."""
+        """Return 64 random vectors, one per batch."""
         return DataLoader(RandomDataset(32, 64))
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
@@ -132,7 +132,7 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class DemoModel(LightningModule):
-    """One linear layer, whose outputs are made small."""
+    """One linear layer, trained to have small outputs."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class DemoModel(LightningModule):
         self.learning_rate = learning_rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the positive part of the layer's outputs."""
+        """Return the ReLU of the layer's outputs."""
         return torch.relu(self.l1(x.flatten(1)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -183,15 +183,15 @@ class BoringDataModule(LightningDataModule):
 
 
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
-    """Pairs of `block_size` words and the words that follow each, of ``wikitext-2.txt``.
+    """A dataset of pairs: `block_size` words of ``wikitext-2.txt``, and the word that follows each.
 
     Args:
         data_dir: The folder of the file.
-        block_size: Words of a sample.
-        download: Has no effect: nothing is downloaded.
+        block_size: The number of words of a sample.
+        download: Has no effect; nothing is downloaded.
 
     Raises:
-        FileNotFoundError: The file is not there.
+        FileNotFoundError: The file does not exist.
     """
 
     def __init__(
@@ -212,21 +212,21 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def vocab_size(self) -> int:
-        """How many different words there are."""
+        """The number of different words."""
         return len(self.dictionary)
 
     def __len__(self) -> int:
         return len(self.data) // self.block_size - 1
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the words, and those of the words one further."""
+        """Return the word indices of a sample, and the same shifted by one word."""
         start = index * self.block_size
         end = start + self.block_size
         return self.data[start:end], self.data[start + 1 : end + 1]
 
 
 class _PositionalEncoding(nn.Module):
-    """Adds sines and cosines. As in Lightning, each word gets those of the position at the end."""
+    """Adds sines and cosines. As in Lightning, all words get those of position ``x.size(1)``."""
 
     def __init__(self, dim: int, dropout: float, max_len: int = 5000) -> None:
         super().__init__()
@@ -243,12 +243,12 @@ class Transformer(nn.Module):
     """Torch's ``nn.Transformer`` between an embedding and a layer of word probabilities.
 
     Args:
-        vocab_size: How many words there are.
+        vocab_size: The number of different words.
         ninp: The size of an embedding.
-        nhead: Heads of the attention.
+        nhead: The number of attention heads.
         nhid: The size of the hidden layers.
-        nlayers: Layers of the encoder, and of the decoder.
-        dropout: The probability of a zero.
+        nlayers: The number of layers of the encoder, and of the decoder.
+        dropout: The dropout probability.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Transformer(nn.Module):
         self.decoder = nn.Linear(ninp, vocab_size)
 
     def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the logarithms of probabilities, of shape (samples x words, `vocab_size`)."""
+        """Return log-probabilities of shape (samples x words, `vocab_size`)."""
         if mask is None:
             mask = nn.Transformer.generate_square_subsequent_mask(
                 inputs.size(1), device=inputs.device
@@ -295,7 +295,7 @@ class LightningTransformer(LightningModule):
         return self.model(inputs, target)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the negative logarithm of the right words' probabilities."""
+        """Return the negative log-likelihood of the correct words."""
         inputs, target = batch
         return functional.nll_loss(self(inputs, target), target.view(-1))
 
@@ -304,7 +304,7 @@ class LightningTransformer(LightningModule):
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
-        """Return `WikiText2`, one sample a batch."""
+        """Return `WikiText2`, with one sample per batch."""
         return DataLoader(WikiText2())
 
 
@@ -330,7 +330,7 @@ class SimpleLSTM(nn.Module):
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
     def forward(self, input: Tensor, hidden: Any) -> Any:  # noqa: A002 - Lightning's name
-        """Return the logarithms of probabilities, and the hidden state."""
+        """Return the log-probabilities and the hidden state."""
         output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
         logits = self.decoder(self.drop(output)).view(-1, self.vocab_size)
         return functional.log_softmax(logits, dim=1), hidden
@@ -342,7 +342,7 @@ class SimpleLSTM(nn.Module):
 
 
 class SequenceSampler(Sampler[list[int]]):
-    """Batches of which each sample goes on where that of the batch before ended."""
+    """Yields batches in which each sample continues that of the previous batch."""
 
     def __init__(self, dataset: Sized, batch_size: int) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class SequenceSampler(Sampler[list[int]]):
 
 
 class LightningLSTM(LightningModule):
-    """Trains a `SimpleLSTM` on `WikiText2`, whose state goes on from batch to batch."""
+    """Trains a `SimpleLSTM` on `WikiText2`; its state is kept from batch to batch."""
 
     def __init__(self, vocab_size: int = _WORDS) -> None:
         super().__init__()
@@ -366,11 +366,11 @@ class LightningLSTM(LightningModule):
         self.hidden: tuple[Tensor, Tensor] | None = None
 
     def on_train_epoch_end(self) -> None:
-        """Forget the state."""
+        """Reset the state."""
         self.hidden = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the negative logarithm of the right words' probabilities."""
+        """Return the negative log-likelihood of the correct words."""
         inputs, target = batch
         hidden = self.hidden or self.model.init_hidden(inputs.size(0))
         output, self.hidden = self.model(inputs, tuple(each.detach() for each in hidden))
@@ -399,14 +399,14 @@ def MNIST(*args: Any, **kwargs: Any) -> Any:
 
 
 class MNISTDataModule(LightningDataModule):
-    """MNIST, of whose training images some are kept for validation.
+    """MNIST, with some of the training images kept for validation.
 
     Args:
         data_dir: The folder of its files.
-        val_split: How many images are kept.
+        val_split: The number of images kept for validation.
         num_workers: Worker processes of each loader.
-        normalize: Whether pixels get the mean 0 and the deviation 1.
-        seed: Has no effect, as in Lightning: the split is always the same.
+        normalize: Whether to normalise pixels to mean 0 and standard deviation 1.
+        seed: Has no effect, as in Lightning; the split is always the same.
         batch_size: Images of a batch.
     """
 
@@ -427,7 +427,7 @@ class MNISTDataModule(LightningDataModule):
         self.num_workers, self.normalize, self.batch_size = num_workers, normalize, batch_size
 
     def prepare_data(self) -> None:
-        """Let torchvision download what is missing."""
+        """Download missing files with torchvision."""
         MNIST(self.data_dir, train=True, download=True)
         MNIST(self.data_dir, train=False, download=True)
 
@@ -453,7 +453,7 @@ class MNISTDataModule(LightningDataModule):
         return self._loader(self.dataset_train, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        """Return those kept for validation."""
+        """Return the images kept for validation."""
         return self._loader(self.dataset_val)
 
     def test_dataloader(self) -> Any:
@@ -462,7 +462,7 @@ class MNISTDataModule(LightningDataModule):
 
     @property
     def default_transforms(self) -> Any:
-        """What makes a tensor of an image."""
+        """The transforms that convert an image to a tensor."""
         from torchvision import transforms
 
         steps = [transforms.ToTensor()]

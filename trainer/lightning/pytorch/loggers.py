@@ -42,7 +42,7 @@ __getattr__ = getter(__name__)
 
 
 class _NoExperiment:
-    """In the place of an SDK's object where no tracker runs: calls do nothing."""
+    """Replaces an SDK's object on processes without a tracker; calls do nothing."""
 
     def __getattr__(self, name: str) -> _NoExperiment:
         return self
@@ -52,36 +52,36 @@ class _NoExperiment:
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function for the property `experiment`: calls of it do nothing off rank 0."""
+    """Wrap a function for the property `experiment`, so that it does nothing except on rank 0."""
     return rank_zero_only(fn, default=_NoExperiment())
 
 
 class Logger:
-    """What Lightning's loggers have in common; also the base of loggers of one's own.
+    """The common base of Lightning's loggers, and of custom loggers.
 
-    One of your own overrides `name`, `version`, `log_metrics` and `log_hyperparams`, and may
+    A custom logger overrides `name`, `version`, `log_metrics` and `log_hyperparams`, and may
     override `experiment`, `save`, `finalize`, `save_dir` and `root_dir`. They are called on rank 0,
-    on a thread of their own, with the metrics and steps that Lightning passes.
+    on a separate thread, with the same metrics and steps as in Lightning.
 
     Attributes:
         name: The name of the project, or of the folder of all runs.
         version: The name or the number of this run.
         save_dir: The folder of all projects; None for a service.
         log_dir: The folder of this run; None for a service.
-        trainer: The Trainer that has this logger; None before there is one.
+        trainer: The Trainer that has this logger; None before it has one.
     """
 
     save_dir: Path | None = None
     log_dir: Any = None
     version: Any = None
     trainer: Any = None
-    logs_epoch = True  # beside the other values, as in Lightning
-    _thread: int | None = None  # of the tracker
-    _used = False  # whether it has been opened
+    logs_epoch = True  # next to the other values, as in Lightning
+    _thread: int | None = None  # the tracker's thread
+    _used = False  # whether the tracker has been opened
 
     @cached_property
     def _early(self) -> list[tuple[str, Any, dict[str, Any]]]:
-        """What was logged before a run: methods of the tracker with their arguments."""
+        """The calls made before a run: methods of the tracker with their arguments."""
         return []
 
     @property
@@ -95,16 +95,16 @@ class Logger:
 
     @property
     def kind(self) -> str:
-        """The tracker's own name, under which a checkpoint keeps the id of the run."""
+        """The tracker's own name, under which a checkpoint stores the run's id."""
         names = (vars(cls).get("name") for cls in type(self).__mro__)
         return next(name for name in names if isinstance(name, str))
 
     @property
     def experiment(self) -> Any:
-        """The SDK's own object on rank 0, until the program ends; elsewhere calls of it do nothing.
+        """The SDK's own object on rank 0, until the program ends; on other ranks calls do nothing.
 
-        The first access opens the run. During a fit, it waits until the tracker has started. What
-        is called then runs on this thread.
+        The first access opens the run. During a fit, it waits until the tracker has started. Calls
+        on the object run on the calling thread.
         """
         if self._is_within:
             return self._sdk_object
@@ -123,16 +123,16 @@ class Logger:
 
     @property
     def _in_stage(self) -> bool:
-        """Whether a fit or an evaluation goes on, which has the tracker."""
+        """Whether a fit or an evaluation, which uses the tracker, is running."""
         return self.trainer is not None and self.trainer.stage_name is not None
 
     @property
     def _is_open(self) -> bool:
-        """Whether the SDK's object is there, also after a fit."""
+        """Whether the SDK's object exists; it may also exist after a fit."""
         return vars(self).get("_opened") is not None
 
     def _open(self) -> None:
-        """Start the tracker outside of a fit, unless it is open; send what was logged before."""
+        """Start the tracker outside of a fit, unless it is open, and send values logged before."""
         if not self._is_open:
             if self._used:
                 self.resume(self.run_id, None)  # type: ignore[attr-defined]  # as above
@@ -142,7 +142,7 @@ class Logger:
             self._send_early()
         finally:
             self._thread = None
-        if not self._is_open:  # a table, which is closed meanwhile
+        if not self._is_open:  # a table, which is closed after each use
             super().finish()  # type: ignore[misc]  # of the tracker, the next base
 
     def _send_early(self) -> None:
@@ -158,12 +158,12 @@ class Logger:
 
     @property
     def _is_within(self) -> bool:
-        """Whether this is the tracker's own thread, which calls `log` and so `log_metrics`."""
+        """Whether this is the tracker's own thread, on which `log` calls `log_metrics`."""
         return threading.get_ident() == self._thread
 
     @property
     def _running(self) -> Any:
-        """The run's tracker on its own thread; None on processes without one."""
+        """The run's background tracker; None on processes without one."""
         trackers = [] if self.trainer is None else self.trainer.trackers
         return next((tracker for tracker in trackers if tracker.wrapped is self), None)
 
@@ -174,7 +174,7 @@ class Logger:
 
     @property
     def run_dir(self) -> Path | None:
-        """The folder of this run, which a Trainer makes its own."""
+        """The folder of this run, which the Trainer uses too."""
         root, version = self.root_dir, self.version
         if root is None:
             return None
@@ -183,10 +183,10 @@ class Logger:
     project: str = "lightning_logs"
 
     def share_version(self) -> None:
-        """Let all processes have the run of rank 0; collective, called when a Trainer is made."""
+        """Give all processes rank 0's run; collective, called when a Trainer is created."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values, where the tracker runs; before a run, when it starts."""
+        """Log values if the tracker runs here; before a run, they are sent at its start."""
         self._call("log", dict(metrics), step, direct=True)
 
     def log_hyperparams(
@@ -195,12 +195,12 @@ class Logger:
         metrics: Mapping[str, Any] | float | None = None,
         step: int | None = None,
     ) -> None:
-        """Store hyperparameters, where the tracker runs; before a run, when it starts.
+        """Store hyperparameters if the tracker runs here; before a run, they are sent at its start.
 
         Args:
             params: The hyperparameters.
-            metrics: Values to log with them; a number is ``"hp_metric"``.
-            step: Their step; None is 0.
+            metrics: Values to log with them; a single number is logged as ``"hp_metric"``.
+            step: The step of the metrics; None is 0.
         """
         values = vars(params) if isinstance(params, Namespace) else params
         self._call("store_init_configuration", dict(values))
@@ -213,7 +213,7 @@ class Logger:
     ) -> None:
         """Record values, on the tracker's thread.
 
-        Those that the Trainer logs go through `log_metrics`, which a subclass may override.
+        Values from the Trainer go through `log_metrics`, which a subclass may override.
         """
         if direct or kwargs:
             super().log(values, step, **kwargs)  # type: ignore[misc]  # of the tracker, the next base
@@ -234,21 +234,21 @@ class Logger:
                 self._open()
 
     def start(self) -> None:
-        """Start the tracker, or go on in the run that is open, and send what was logged before."""
+        """Start the tracker or continue its open run, and send values logged before."""
         self._thread = threading.get_ident()
         if not self._is_open:
             super().start()  # type: ignore[misc]  # of the tracker, the next base
         self._send_early()
 
     def finish(self) -> None:
-        """Write what is pending; the run stays open for `experiment`."""
+        """Write pending values; the run stays open for `experiment`."""
         self._thread, opened = None, vars(self).get("_opened")
         super().finish()  # type: ignore[misc]  # of the tracker, the next base
         if opened is not None:
             self._opened = opened
 
     def watch(self, *_: Any, **__: Any) -> None:
-        """Refuse: a callback logs the norms of gradients.
+        """Raise an error, since a callback logs gradient norms instead.
 
         Raises:
             NotImplementedError: Always.
@@ -259,15 +259,15 @@ class Logger:
         )
 
     def save(self) -> None:
-        """Do nothing: every record is written at once."""
+        """Do nothing, since every record is written at once."""
 
     def finalize(self, status: str) -> None:
-        """Save: the Trainer finishes the tracker."""
+        """Save; the Trainer closes the tracker."""
         self.save()
 
 
 class DummyLogger(Logger):
-    """In the place of loggers in a trial run: calls do nothing."""
+    """Replaces loggers in a trial run; calls do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -276,7 +276,7 @@ class DummyLogger(Logger):
 
 
 class LoggerTracker(GeneralTracker):
-    """Calls the methods of a logger of one's own, with the steps of Lightning.
+    """Calls the methods of a custom logger, with Lightning's step numbers.
 
     Args:
         logger: The logger.
@@ -292,7 +292,7 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """What the logger writes to."""
+        """The object that the logger writes to."""
         return self.logger.experiment
 
     def begin_anew(self) -> None:
@@ -300,7 +300,7 @@ class LoggerTracker(GeneralTracker):
         self._first = 1
 
     def resume(self, run_id: str | None, step: int | None) -> None:
-        """Number updates as those before; an evaluation gives the number of all updates."""
+        """Continue the numbering of updates; in an evaluation, use the total number of updates."""
         self._first = 0 if step is None else 1
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -317,7 +317,7 @@ class LoggerTracker(GeneralTracker):
         self.logger.save()
 
     def finish(self) -> None:
-        """Finalize."""
+        """Finalize the logger."""
         self.logger.finalize("success" if self.status == "finished" else "failed")
 
 
@@ -337,10 +337,10 @@ _INSTEAD = {
 
 
 def _check_unused(options: dict[str, Any], *names: str) -> None:
-    """Remove arguments of Lightning's loggers that must be empty.
+    """Remove Lightning's logger arguments that must be empty.
 
     Raises:
-        ValueError: One is not.
+        ValueError: An argument is not empty.
     """
     for name in names:
         if value := options.pop(name, None):
@@ -364,12 +364,12 @@ class InFolder(Logger):
         return folder
 
     def share_version(self) -> None:
-        """Take rank 0's version: a process that counts later may find another number."""
+        """Take rank 0's version, since a process that counts later may find another number."""
         self.version = broadcast_object(self.version)
         self._move()
 
     def next_version(self) -> None:
-        """Take the next version for another run: a number, or ``name-v1`` after a name."""
+        """Take the next version for another run: the next number, or ``name-v1`` for a name."""
         if isinstance(self.version, int):
             self.version = next_version(self._folder.parent)
         else:
@@ -378,7 +378,7 @@ class InFolder(Logger):
         self.share_version()
 
     def _move(self) -> None:
-        """Let the tracker write to `run_dir`."""
+        """Make the tracker write to `run_dir`."""
         raise NotImplementedError
 
 
@@ -389,11 +389,11 @@ class TensorBoardLogger(InFolder, TensorBoardTracker):
         save_dir: The folder of all projects.
         name: The folder of this project's runs.
         version: The run's name or number; None is the next number.
-        log_graph: Must be False: call `log_graph`.
+        log_graph: Must be False; call `log_graph` instead.
         default_hp_metric: Has no effect.
         prefix: Must be empty.
         sub_dir: Must be empty.
-        **options: For torch's ``SummaryWriter``.
+        **options: Arguments of torch's ``SummaryWriter``.
     """
 
     def __init__(
@@ -417,18 +417,18 @@ class TensorBoardLogger(InFolder, TensorBoardTracker):
 
     @property
     def _is_open(self) -> bool:
-        # Not if the next fit has another folder, or hides what a killed run has logged.
+        # Not if the next fit has another folder, or hides values of a killed run.
         if not super()._is_open or self._purge_step is not None:
             return False
         return bool(self.tracker.get_logdir() == str(self.log_dir))
 
     def start(self) -> None:
-        """Start; the files of a run that is open stay."""
+        """Start the tracker; the files of an open run are kept."""
         self._renames_existing = self._renames_existing and not self._is_open
         super().start()
 
     def finish(self) -> None:
-        """Write what is pending; an event after it opens the file again."""
+        """Write pending values; a later event opens the file again."""
         file = self._file
         super().finish()
         self._file = file
@@ -438,7 +438,7 @@ class TensorBoardLogger(InFolder, TensorBoardTracker):
 
         Args:
             model: The model.
-            input_array: What it is called with; None is its `example_input_array`.
+            input_array: The model's input; None takes its `example_input_array`.
 
         Raises:
             ValueError: There is no example.
@@ -449,21 +449,21 @@ class TensorBoardLogger(InFolder, TensorBoardTracker):
                 "log_graph needs an example of what forward takes: pass it, or set "
                 "self.example_input_array."
             )
-        if not isinstance(self.experiment, _NoExperiment):  # which waits until it has started
+        if not isinstance(self.experiment, _NoExperiment):  # waits until the tracker has started
             super().log_graph(model, example)
 
 
 class CSVLogger(InFolder, CSVTracker):
     """`trackers.csv.CSVTracker`: ``metrics.csv`` in ``save_dir/name/version_N``.
 
-    ``hparams.yaml`` beside it has the hyperparameters, and the arguments of the Trainer.
+    ``hparams.yaml`` next to it has the hyperparameters and the Trainer's arguments.
 
     Args:
         save_dir: The folder of all projects.
         name: The folder of this project's runs.
         version: The run's name or number; None is the next number.
         prefix: Must be empty.
-        flush_logs_every_n_steps: Has no effect: every record is written at once.
+        flush_logs_every_n_steps: Has no effect, since every record is written at once.
     """
 
     def __init__(
@@ -488,7 +488,7 @@ class CSVLogger(InFolder, CSVTracker):
         return str(self._folder)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write ``hparams.yaml``; what is no plain data is written as a text."""
+        """Write ``hparams.yaml``; values that are not plain data are written as text."""
         self.hparams.update(json.loads(json.dumps(values, default=str)))
         (self._folder / "hparams.yaml").write_text(yaml.safe_dump(self.hparams))
 
@@ -500,7 +500,7 @@ class WandbLogger(Logger, WandBTracker):
         name: The run's name.
         save_dir: The folder of wandb's files, also as `dir`.
         version: The run's id, also as `id`.
-        offline: Whether nothing is sent.
+        offline: Whether to send nothing to the server.
         dir: See `save_dir`.
         id: See `version`.
         anonymous: Has no effect.
@@ -508,9 +508,9 @@ class WandbLogger(Logger, WandBTracker):
         log_model: Must be False.
         experiment: Must be None.
         prefix: Must be empty.
-        checkpoint_name: Has no effect, as `log_model` is False.
-        add_file_policy: Has no effect, for the same reason.
-        **kwargs: For ``wandb.init``.
+        checkpoint_name: Has no effect, since `log_model` is False.
+        add_file_policy: Has no effect, since `log_model` is False.
+        **kwargs: Arguments of ``wandb.init``.
     """
 
     def __init__(
@@ -551,7 +551,7 @@ class WandbLogger(Logger, WandBTracker):
         return super()._is_open and (separate or wandb.run is not None)  # it may be finished
 
     def finish(self) -> None:
-        """Note how the fit has ended; ``wandb.finish()``, or the program's end, closes the run."""
+        """Record how the fit ended; ``wandb.finish()`` or the end of the program closes the run."""
         self._thread = None
         if self._opened is None or self._joined:
             return
@@ -562,7 +562,7 @@ class WandbLogger(Logger, WandBTracker):
     def log_image(
         self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
     ) -> None:
-        """Log images; each keyword, such as `caption`, has an item for each of them."""
+        """Log images; each keyword, such as `caption`, is a list with an item for each image."""
         import wandb
 
         self._call("log_images", {key: _made(wandb.Image, images, kwargs)}, step)
@@ -570,7 +570,7 @@ class WandbLogger(Logger, WandBTracker):
     def log_audio(
         self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
     ) -> None:
-        """Log audio; each keyword, such as `sample_rate`, has an item for each of them."""
+        """Log audio; each keyword, such as `sample_rate`, is a list with an item for each clip."""
         import wandb
 
         self._call("log", {key: _made(wandb.Audio, audios, kwargs)}, step, direct=True)
@@ -578,7 +578,7 @@ class WandbLogger(Logger, WandBTracker):
     def log_video(
         self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
     ) -> None:
-        """Log videos; each keyword, such as `fps`, has an item for each of them."""
+        """Log videos; each keyword, such as `fps`, is a list with an item for each video."""
         import wandb
 
         self._call("log", {key: _made(wandb.Video, videos, kwargs)}, step, direct=True)
@@ -593,7 +593,7 @@ class WandbLogger(Logger, WandBTracker):
         **kwargs: Any,
     ) -> None:
         """Log texts as a table; see `log_table`."""
-        if isinstance(key, dict):  # as of any tracker, with the step second
+        if isinstance(key, dict):  # called like any tracker, with the step as second argument
             super().log_text(key, columns, **kwargs)
         else:
             self.log_table(key, columns, data, dataframe, step, **kwargs)
@@ -615,7 +615,7 @@ class WandbLogger(Logger, WandBTracker):
 
 
 def _made(kind: Any, items: Sequence[Any], options: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return W&B's objects of items, each with its own options."""
+    """Return W&B objects for items, each with its own options."""
     each = [dict(zip(options, one, strict=True)) for one in zip(*options.values(), strict=True)]
     pairs = zip(items, each or [{} for _ in items], strict=True)
     return [kind(item, **own) for item, own in pairs]
@@ -628,8 +628,8 @@ class CometLogger(Logger, CometMLTracker):
         project: The project.
         name: The experiment's name.
         prefix: Must be empty.
-        **kwargs: For ``comet_ml``, such as `api_key`, `workspace`, `experiment_key`, `mode` and
-            `online`.
+        **kwargs: Arguments of ``comet_ml``, such as `api_key`, `workspace`, `experiment_key`,
+            `mode` and `online`.
     """
 
     def __init__(
@@ -645,7 +645,7 @@ class CometLogger(Logger, CometMLTracker):
         CometMLTracker.__init__(self, self.project, **kwargs, **({"name": name} if name else {}))
 
     def finish(self) -> None:
-        """Note how the fit has ended; the program's end closes the experiment."""
+        """Record how the fit ended; the end of the program closes the experiment."""
         self._thread = None
         if self._opened is not None and not self._joined:
             self._opened.log_other("status", self.status)
@@ -658,15 +658,15 @@ class MLFlowLogger(Logger, MLflowTracker):
     Args:
         experiment_name: The experiment.
         run_name: The run's name.
-        tracking_uri: The server or the database; None is `save_dir`, ``MLFLOW_TRACKING_URI``, or
+        tracking_uri: The server or the database; None takes `save_dir`, ``MLFLOW_TRACKING_URI``, or
             the database ``mlflow.db`` in the folder of the run's logs.
         tags: Tags of the run.
-        save_dir: A folder of files, which MLflow 3.17 takes with ``MLFLOW_ALLOW_FILE_STORE=true``.
+        save_dir: A folder of files; MLflow 3.17 accepts it with ``MLFLOW_ALLOW_FILE_STORE=true``.
         log_model: Must be False.
         prefix: Must be empty.
-        artifact_location: The folder or URI of the files of an experiment that is created.
+        artifact_location: The folder or URI for the files of a newly created experiment.
         run_id: A run to continue.
-        synchronous: Has no effect: a thread waits, not the training.
+        synchronous: Has no effect, since a thread waits instead of the training.
     """
 
     def __init__(
@@ -696,11 +696,11 @@ class MLFlowLogger(Logger, MLflowTracker):
             tracking_uri=tracking_uri,
         )
 
-        if run_id is None:  # as under Lightning, not in the run that the script has open
+        if run_id is None:  # as in Lightning, not in the script's open run
             self._requested_run_id, self._joined = environment.read("MLFLOW_RUN_ID"), False
 
     def start(self) -> None:
-        """Begin the run, or continue it: a fit sets its state at the end."""
+        """Begin or continue the run, since a fit sets the run's state at its end."""
         if self._is_open and self._previous[0] is None:
             self.resume(self.run_id, None)
         self._opened = None

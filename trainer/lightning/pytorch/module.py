@@ -48,7 +48,7 @@ def _warn_of_global_step() -> None:
 
 
 class HyperparametersMixin:
-    """`save_hyperparameters` and what it has recorded."""
+    """`save_hyperparameters` and the recorded values."""
 
     def save_hyperparameters(
         self,
@@ -59,15 +59,15 @@ class HyperparametersMixin:
     ) -> None:
         """Record the arguments of ``__init__``; see `TrainModule.save_hyperparameters`.
 
-        What is not plain data, such as a network or a ``functools.partial``, is in `hparams` too.
-        Checkpoints do not have it: pass it to `load_from_checkpoint` again.
+        Values that are not plain data, such as a network or a ``functools.partial``, are in
+        `hparams` too, but not in checkpoints: pass them to `load_from_checkpoint` again.
         """
         caller = frame or sys._getframe(1)
         keep(self, names, caller, ignore=ignore, private=not logger, plain_only=False)
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """`hparams` as `save_hyperparameters` left them; what is plain data is copied."""
+        """The values of `hparams` after `save_hyperparameters`; plain data is copied."""
         return HyperParameters(kept_by(self).initial)
 
     @property
@@ -85,7 +85,7 @@ class HyperparametersMixin:
 
 
 class _Checkpoint(dict[str, Any]):
-    """A dict that says what to do instead where a hook reads an entry that only Lightning has."""
+    """A dict whose error, for an entry that only Lightning has, names the alternative."""
 
     def __missing__(self, key: str) -> Any:
         if key not in CHECKPOINT_ENTRIES:
@@ -94,16 +94,16 @@ class _Checkpoint(dict[str, Any]):
 
 
 class LightningModule(HyperparametersMixin, TrainModule):
-    """A `TrainModule` with the attributes that programs for Lightning read.
+    """A `TrainModule` with the attributes that programs for Lightning use.
 
-    What `on_save_checkpoint` and `on_load_checkpoint` change of ``checkpoint["state_dict"]``, under
-    the module's own names, counts for the weights that are saved and loaded. `strict_loading`
-    counts where a run resumes, too. With FSDP, DeepSpeed and Megatron it has the shards; while
+    Changes that `on_save_checkpoint` and `on_load_checkpoint` make to ``checkpoint["state_dict"]``,
+    under the module's own names, apply to the saved and loaded weights. `strict_loading` also
+    applies when a run resumes. With FSDP, DeepSpeed and Megatron the state dict has shards; while
     loading, ``torch.clone(value)`` reads a whole weight.
 
     Attributes:
-        example_input_array: An example of what ``forward`` takes, for `to_onnx` and
-            `to_torchscript`; None if there is none.
+        example_input_array: An example input of ``forward``, for `to_onnx` and `to_torchscript`;
+            None without one.
     """
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
@@ -124,7 +124,7 @@ class LightningModule(HyperparametersMixin, TrainModule):
         """Create a module from a checkpoint; see `TrainModule.load_from_checkpoint`.
 
         Raises:
-            ValueError: There is an `hparams_file`.
+            ValueError: An `hparams_file` is passed.
         """
         if hparams_file is not None:
             raise ValueError(
@@ -182,12 +182,12 @@ class LightningModule(HyperparametersMixin, TrainModule):
     ) -> None:
         """Log a value; see `TrainModule.log`.
 
-        In `training_step`, a metric object is logged on the step by default, as a number is. What
-        is logged on the step and on the epoch has its epoch value under the plain name too, for
-        monitors and `callback_metrics`; trackers do not get that.
+        In `training_step`, metric objects are by default logged on the step, like numbers. If a
+        value is logged on both the step and the epoch, its epoch value also has the plain name, for
+        monitors and `callback_metrics`, but not for trackers.
 
-        A value called ``"step"`` is dropped with a warning: Lightning's loggers would draw the
-        others over it, and ours draw them over the update.
+        A value called ``"step"`` is dropped with a warning: Lightning's loggers would use it as the
+        horizontal axis, and ours use the update.
         """
         if name == "step":
             _warn_of_step()
@@ -254,7 +254,8 @@ class LightningModule(HyperparametersMixin, TrainModule):
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the prepared optimizers; see `TrainModule.optimizers`.
 
-        Several in manual optimisation give a warning, once: Lightning counts each one's steps.
+        With several in manual optimisation, a warning is logged once, since Lightning counts the
+        steps of each.
         """
         optimizers = super().optimizers(use_pl_optimizer)
         if isinstance(optimizers, list) and not self.automatic_optimization:
@@ -262,7 +263,7 @@ class LightningModule(HyperparametersMixin, TrainModule):
         return optimizers
 
     def _outputs_of_step(self, outputs: Any, micro_batches: int) -> dict[str, Any]:
-        """Return Lightning's dict; its loss is divided by the batches of an update."""
+        """Return Lightning's dict, with the loss divided by the batches of an update."""
         outputs = detach(outputs)
         if outputs is None:
             return {}
@@ -292,7 +293,7 @@ class LightningModule(HyperparametersMixin, TrainModule):
         return self.trainer.accelerator.engine.parallel.mesh
 
     def configure_callbacks(self) -> Any:
-        """Return further callbacks, which replace those of the Trainer of the same class."""
+        """Return further callbacks, which replace the Trainer's callbacks of the same class."""
         return []
 
     def to_onnx(
@@ -301,9 +302,9 @@ class LightningModule(HyperparametersMixin, TrainModule):
         """Export the module with ``torch.onnx.export``.
 
         Args:
-            file_path: The file; None writes none, and returns the program.
-            input_sample: What ``forward`` takes; None is `example_input_array`.
-            **kwargs: For ``torch.onnx.export``.
+            file_path: The file; None writes no file and returns the program.
+            input_sample: The input of ``forward``; None takes `example_input_array`.
+            **kwargs: Arguments of ``torch.onnx.export``.
 
         Raises:
             ValueError: There is no example.
@@ -350,7 +351,7 @@ class LightningModule(HyperparametersMixin, TrainModule):
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and each submodule back into its own mode on exit."""
+    """Set a module to evaluation mode, and restore each submodule's mode on exit."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -361,7 +362,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 class LightningDataModule(HyperparametersMixin, DataModule):
-    """A `DataModule` that can be made from datasets."""
+    """A `DataModule` that can be created from datasets."""
 
     @classmethod
     def from_datasets(
@@ -374,16 +375,16 @@ class LightningDataModule(HyperparametersMixin, DataModule):
         num_workers: int = 0,
         **kwargs: Any,
     ) -> LightningDataModule:
-        """Return a data module with a loader for each dataset; that of training is shuffled.
+        """Return a data module with a loader for each dataset; the training loader is shuffled.
 
         Args:
-            train_dataset: A dataset or a list of them, as the others.
+            train_dataset: For training, a dataset or a list of them, like the following.
             val_dataset: For validation.
             test_dataset: For tests.
             predict_dataset: For predictions.
-            batch_size: Samples of a batch.
-            num_workers: Worker processes of each loader.
-            **kwargs: For the data module.
+            batch_size: The number of samples per batch.
+            num_workers: The number of worker processes of each loader.
+            **kwargs: Arguments of the data module.
         """
         made = cls(**kwargs)
 

@@ -25,7 +25,7 @@ class PassThroughProfiler:
 
 
 class SimpleProfiler(PassThroughProfiler):
-    """``profile="simple"`` of the Trainer; its arguments have no effect."""
+    """The Trainer's ``profile="simple"``; its arguments have no effect."""
 
     def __init__(self, dirpath: Any = None, filename: Any = None, extended: bool = True) -> None:
         pass
@@ -52,20 +52,20 @@ class PyTorchProfiler(_Profiler, PassThroughProfiler):
     """A trace of torch's profiler; see `callbacks.Profiler`, which has further arguments.
 
     Args:
-        dirpath: The folder, by default ``profile`` in that of the run.
-        filename: What the names of its files begin with.
+        dirpath: The folder, by default ``profile`` in the run's folder.
+        filename: The prefix of file names.
         group_by_input_shapes: Group the table by shapes, if `record_shapes` is set.
         emit_nvtx: Must be False.
-        export_to_chrome: Whether to write the trace beside the table.
-        row_limit: Rows of the table; -1 is all.
-        sort_by_key: The column by which the table is sorted, by default that of the total time.
+        export_to_chrome: Whether to write the trace in addition to the table.
+        row_limit: The number of rows of the table; -1 for all.
+        sort_by_key: The column by which the table is sorted, by default the total time.
         record_module_names: Has no effect.
-        table_kwargs: For the table, such as ``max_name_column_width``.
+        table_kwargs: Arguments of the table, such as ``max_name_column_width``.
         record_shapes: Record the shapes of inputs.
-        **options: For `callbacks.Profiler`, such as `active` or `profile_memory`.
+        **options: Arguments of `callbacks.Profiler`, such as `active` or `profile_memory`.
 
     Raises:
-        ValueError: An argument has no translation; the text says what to do instead.
+        ValueError: An argument has no translation; the message names the alternative.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What Lightning's Trainer is doing, in its words."""
+"""The state of Lightning's Trainer, under Lightning's names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.enums import Choice
 
 
 class TrainerStatus(Choice):
-    """How far it is; `RUNNING` while one of its methods runs."""
+    """The status of the Trainer; `RUNNING` while one of its methods runs."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -31,7 +31,7 @@ class TrainerFn(Choice):
 
 
 class RunningStage(Choice):
-    """What is running: also in a fit the validations and the sanity check."""
+    """The running stage; in a fit it may be a validation or the sanity check."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -46,13 +46,13 @@ class RunningStage(Choice):
 
     @property
     def dataloader_prefix(self) -> str:
-        """What hooks and arguments of this stage begin with."""
+        """The prefix of hooks and arguments of this stage."""
         return "val" if self in (self.VALIDATING, self.SANITY_CHECKING) else str(self)
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What `Trainer.state` returns; `fn` stays when the method has ended."""
+    """The result of `Trainer.state`; `fn` is kept after the method has ended."""
 
     status: TrainerStatus = TrainerStatus.INITIALIZING
     fn: TrainerFn | None = None

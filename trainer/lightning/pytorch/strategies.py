@@ -1,4 +1,4 @@
-"""Lightning's strategies, as arguments of Cadence's Trainer."""
+"""Lightning's strategies, translated to arguments of Cadence's Trainer."""
 
 from __future__ import annotations
 
@@ -77,20 +77,20 @@ class SingleDeviceStrategy(Strategy):
 
 
 class ParallelStrategy(Strategy):
-    """What strategies of several processes have in common, for ``isinstance``."""
+    """The base of strategies for several processes, for ``isinstance``."""
 
 
 class DDPStrategy(ParallelStrategy):
     """Data parallelism.
 
     Args:
-        ddp_comm_hook: A communication hook of torch that compresses gradients.
+        ddp_comm_hook: A torch communication hook that compresses gradients.
         ddp_comm_state: The ``PowerSGDState`` of such a hook.
-        ddp_comm_wrapper: Torch's wrapper of it for 16 bits.
+        ddp_comm_wrapper: Torch's 16-bit wrapper of such a hook.
         process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by the device.
         timeout: The time limit of a collective.
-        start_method: Has no effect: ``trainer launch`` starts the processes.
-        **kwargs: For `DistributedDataParallelKwargs`, such as ``find_unused_parameters``.
+        start_method: Has no effect, since ``trainer launch`` starts the processes.
+        **kwargs: Arguments of `DistributedDataParallelKwargs`, such as ``find_unused_parameters``.
     """
 
     def __init__(
@@ -125,21 +125,22 @@ class FSDPStrategy(ParallelStrategy):
 
     Args:
         cpu_offload: Keep shards in host memory: a bool or torch's ``CPUOffload``.
-        mixed_precision: The dtypes, as torch's ``MixedPrecision``.
-        auto_wrap_policy: Which submodules gather their parameters by themselves: a set of classes
-            or a policy of torch. None takes the model's ``_no_split_modules``.
-        activation_checkpointing_policy: The same for submodules that recompute their activations:
-            these must be the same ones, which is the default of `auto_wrap_policy`.
-        activation_checkpointing: An earlier name of it, with a class or a list of classes.
+        mixed_precision: The dtypes, as in torch's ``MixedPrecision``.
+        auto_wrap_policy: Which submodules gather their parameters separately: a set of classes or a
+            torch policy. None takes the model's ``_no_split_modules``.
+        activation_checkpointing_policy: Which submodules recompute their activations. They must be
+            the same as for `auto_wrap_policy`, which defaults to this argument.
+        activation_checkpointing: An earlier name of this argument, with a class or a list of
+            classes.
         sharding_strategy: Such as ``"SHARD_GRAD_OP"`` or torch's ``ShardingStrategy``.
-        state_dict_type: ``"full"`` or ``"sharded"``, which makes no difference: states are saved as
+        state_dict_type: ``"full"`` or ``"sharded"``, with the same effect: states are saved as
             shards, which load on any number of processes.
         process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by the device.
         timeout: The time limit of a collective.
-        **kwargs: For `FullyShardedDataParallelPlugin`.
+        **kwargs: Arguments of `FullyShardedDataParallelPlugin`.
 
     Raises:
-        ValueError: A setting is unknown, or FSDP 2 does not have it.
+        ValueError: A setting is unknown, or FSDP 2 lacks it.
     """
 
     def __init__(
@@ -190,20 +191,20 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     Args:
         stage: The stage, 0 to 3.
-        zero_optimization: False is stage 0.
+        zero_optimization: False means stage 0.
         offload_optimizer: Whether the optimizer's state is in host memory.
-        offload_parameters: The same of parameters, in stage 3.
+        offload_parameters: Whether parameters are in host memory, in stage 3.
         offload_optimizer_device: ``"cpu"``.
         offload_params_device: ``"cpu"``.
         config: A configuration of DeepSpeed instead, as a path or a dict.
         process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by the device.
         timeout: The time limit of a collective.
         **others: Lightning's names of keys below ``zero_optimization``, such as
-            ``allgather_bucket_size``; DeepSpeed has the defaults. Other arguments of Lightning are
-            refused.
+            ``allgather_bucket_size``; the defaults are DeepSpeed's. Other arguments of Lightning
+            raise an error.
 
     Raises:
-        ValueError: An argument is not here; the text says what to do.
+        ValueError: An argument is not supported; the message names the alternative.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         timeout: timedelta | None = None,
         **others: Any,
     ) -> None:
-        others.pop("load_full_weights", None)  # each stage loads them
+        others.pop("load_full_weights", None)  # obsolete, since each stage loads weights
         in_zero = {name: others.pop(name) for name in _IN_ZERO if name in others}
         at_top = {name: others.pop(name) for name in _AT_TOP if name in others}
         _refuse(self, others, _ELSEWHERE | _IN_CONFIG, all_=True)
@@ -240,12 +241,12 @@ class DeepSpeedStrategy(ParallelStrategy):
 def _refuse(
     strategy: Strategy, others: dict[str, Any], reasons: Mapping[str, str], *, all_: bool = False
 ) -> None:
-    """Raise a ValueError for arguments that are not here, and remove those that ask for nothing.
+    """Raise a ValueError for unsupported arguments, and remove those that request nothing.
 
     Args:
         strategy: The strategy.
         others: Its further arguments.
-        reasons: What to do instead, by name.
+        reasons: The alternative for each argument, by name.
         all_: Also raise a TypeError for names without a reason.
     """
     for name, value in list(others.items()):
@@ -264,7 +265,7 @@ def _with_group(
     timeout: timedelta | None,
     handlers: list[Any] | None = None,
 ) -> dict[str, Any]:
-    """Add the handlers, and one of the process group if something is asked of it."""
+    """Add the handlers, and one for the process group if it has settings."""
     handlers = handlers or []
     if backend is not None or timeout is not None:
         handlers.append(InitProcessGroupKwargs(backend=backend, timeout=timeout))
@@ -272,7 +273,7 @@ def _with_group(
 
 
 def _hook(function: Any) -> str:
-    """Return our name of a communication hook, or of a wrapper of one, of torch."""
+    """Return our name for a torch communication hook, or for a wrapper of one."""
     hooks = {"allreduce_hook": "no", "powerSGD_hook": "power_sgd"}
     hooks |= {"batched_powerSGD_hook": "batched_power_sgd"}
     for dtype in ("fp16", "bf16"):
@@ -287,7 +288,7 @@ def _wrapped(policy: Any) -> dict[str, Any]:
     """Return the arguments of `FullyShardedDataParallelPlugin` for a policy of FSDP 1.
 
     Raises:
-        TypeError: It is neither a set of classes nor a function.
+        TypeError: The policy is neither a set of classes nor a function.
     """
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
@@ -313,7 +314,7 @@ def _wrapped(policy: Any) -> dict[str, Any]:
 
 
 def _of_module(policy: Callable[..., bool]) -> Callable[[nn.Module], bool]:
-    """Return a function of a module from a policy of FSDP 1."""
+    """Convert a policy of FSDP 1 to a function of a module."""
 
     def wraps(module: nn.Module) -> bool:
         size = sum(parameter.numel() for parameter in module.parameters())
@@ -323,7 +324,7 @@ def _of_module(policy: Callable[..., bool]) -> Callable[[nn.Module], bool]:
 
 
 def strategy_of(strategy: Any) -> Strategy:
-    """Return the strategy of Lightning's name for it.
+    """Return a strategy object from Lightning's name for it.
 
     Raises:
         ValueError: There is no such strategy.

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: its arguments and attributes, translated into those of `trainer.Trainer`."""
+"""Lightning's Trainer: its arguments and attributes, translated to those of `trainer.Trainer`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _WORDS = {
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Let errors of Cadence's own code name the arguments of Lightning's Trainer."""
+    """Make errors of Cadence's own code name the arguments of Lightning's Trainer."""
     try:
         yield
     except (TypeError, ValueError, CheckpointError) as error:
@@ -104,7 +104,7 @@ def _translate_errors() -> Iterator[None]:
 
 
 class _Argument:
-    """An argument of the Trainer, which can be read later but not set."""
+    """An argument of the Trainer that can be read later, but not set."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -122,62 +122,65 @@ class _Argument:
 class Trainer(NativeTrainer):
     """`trainer.Trainer` with Lightning's arguments; see its documentation for what they mean.
 
-    With several devices, the program is started again under ``trainer launch``, unless a launcher
-    has started it. Several machines need a launcher, with which `devices` and `num_nodes` must
-    agree.
+    With several devices, the program is restarted under ``trainer launch``, unless a launcher has
+    started it. Several machines require a launcher, whose settings must match `devices` and
+    `num_nodes`.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` or ``"cuda"``.
         strategy: A name such as ``"ddp"``, ``"fsdp"`` or ``"deepspeed_stage_2"``, or an object of
             `trainer.lightning.pytorch.strategies`.
-        devices: How many processes, or the list of CUDA devices that they use, counted in those
-            that ``CUDA_VISIBLE_DEVICES`` names; ``"auto"`` is those of the launcher, else one for
-            each CUDA device, or one on the CPU.
-        num_nodes: How many machines.
-        precision: ``"32"``, ``"16-mixed"``, ``"bf16-mixed"``, and ``"64-true"``, ``"16-true"``
-            and ``"bf16-true"``, which convert the module and its batches.
-        logger: True for TensorBoard, or CSV where that is not installed; False; or loggers.
+        devices: The number of processes, or a list of the CUDA devices to use, as indices into
+            ``CUDA_VISIBLE_DEVICES``. ``"auto"`` takes the launcher's processes, else one for each
+            CUDA device, or one on the CPU.
+        num_nodes: The number of machines.
+        precision: ``"32"``, ``"16-mixed"``, ``"bf16-mixed"``, or ``"64-true"``, ``"16-true"`` and
+            ``"bf16-true"``, which convert the module and its batches.
+        logger: True for TensorBoard, or CSV if it is not installed; False for none; or loggers.
         callbacks: The callbacks.
-        fast_dev_run: See `trainer.Trainer`, as others that are not described here.
-        max_epochs: How many epochs; -1 for no limit. Without any limit it is 1000.
-        min_epochs: At least so many.
-        max_steps: How many updates; -1 for no limit.
-        min_steps: At least so many.
-        max_time: How long.
-        limit_train_batches: Batches of an epoch; a float is a fraction.
-        limit_val_batches: For each validation loader.
-        limit_test_batches: For each test loader.
-        limit_predict_batches: For each prediction loader.
-        overfit_batches: Train and validate on so many batches.
-        val_check_interval: A float is a part of an epoch; an int a number of batches, which must be
-            a multiple of `accumulate_grad_batches`, counted anew in each epoch; or a time.
+        fast_dev_run: See `trainer.Trainer`.
+        max_epochs: The number of epochs; -1 for no limit. If no limit of any kind is given, 1000.
+        min_epochs: The minimum number of epochs.
+        max_steps: The number of updates; -1 for no limit.
+        min_steps: The minimum number of updates.
+        max_time: The maximum duration.
+        limit_train_batches: The number of batches per epoch; a float is a fraction.
+        limit_val_batches: The same for each validation loader.
+        limit_test_batches: The same for each test loader.
+        limit_predict_batches: The same for each prediction loader.
+        overfit_batches: Train and validate on only this many batches.
+        val_check_interval: A float is a fraction of an epoch. An int is a number of batches,
+            counted anew in each epoch, and must be a multiple of `accumulate_grad_batches`. It may
+            also be a time.
         check_val_every_n_epoch: Validate in every n-th epoch only; None counts the batches of
             `val_check_interval` across epochs.
-        num_sanity_val_steps: Validation batches before the training.
-        log_every_n_steps: Record after so many updates; 0 records the values of epochs alone.
-        enable_checkpointing: Whether a checkpoint is kept.
-        enable_progress_bar: Whether to show one.
+        num_sanity_val_steps: The number of validation batches before training.
+        log_every_n_steps: The number of updates between records; 0 records only values of epochs.
+        enable_checkpointing: Whether to keep the last checkpoint.
+        enable_progress_bar: Whether to show a progress bar.
         enable_model_summary: Whether to print the model's parameters.
-        accumulate_grad_batches: Batches of an update; or a dict by epoch, as in Lightning 1.
+        accumulate_grad_batches: The number of batches per update, or a dict of it by epoch, as in
+            Lightning 1.
         gradient_clip_val: The limit of the gradients.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: See `trainer.Trainer`.
         benchmark: ``torch.backends.cudnn.benchmark``.
-        inference_mode: Has no effect: evaluations record no gradients.
-        use_distributed_sampler: Must be True on several processes: the Trainer shards the data.
+        inference_mode: Has no effect, since evaluations never record gradients.
+        use_distributed_sampler: Must be True on several processes, since the Trainer shards the
+            data.
         profiler: ``"simple"``, ``"pytorch"``, or one of `trainer.lightning.pytorch.profilers`.
         detect_anomaly: See `trainer.Trainer`.
         barebones: See `trainer.Trainer`.
         sync_batchnorm: See `trainer.Trainer`.
         reload_dataloaders_every_n_epochs: See `trainer.Trainer`.
-        default_root_dir: The folder of ``lightning_logs/version_N``, which is the run's.
+        default_root_dir: The folder that contains the run's ``lightning_logs/version_N``.
         plugins: None, or an empty list.
-        enable_autolog_hparams: Must be True: `save_hyperparameters` has an argument for it.
+        enable_autolog_hparams: Must be True; `save_hyperparameters` has an argument for it.
         model_registry: Must be None.
-        **others: Arguments of `trainer.Trainer` that Lightning's has not.
+        **others: Arguments of `trainer.Trainer` that Lightning's Trainer does not have.
 
     Raises:
-        ValueError: An argument has a value that does not carry over.
+        ValueError: An argument has an unsupported value.
         TypeError: There is no such argument.
     """
 
@@ -231,7 +234,7 @@ class Trainer(NativeTrainer):
     ) -> None:
         added = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         if isinstance(logger, Iterable) and not isinstance(logger, str):
-            logger = list(logger)  # configuration libraries have lists of their own kinds
+            logger = list(logger)  # configuration libraries have their own list types
         checked = {
             "accelerator": accelerator,
             "strategy": strategy,
@@ -313,7 +316,7 @@ class Trainer(NativeTrainer):
         self._context = replace(self._context, may_be_empty=True, uncalled=uncalled)
         for each in self._loggers:
             each.trainer = self
-        # The latest model, and the one whose configure_callbacks was called last.
+        # The latest model, and the model whose configure_callbacks was called last.
         self._model = self._configured_model = None
         self._loaders: dict[str, Any] = {}
         self._status = TrainerStatus.INITIALIZING
@@ -366,19 +369,19 @@ class Trainer(NativeTrainer):
         callbacks: Sequence[Any],
         loggers: Any,
     ) -> None:
-        """Raise one error for all that does not carry over, and for values that are wrong.
+        """Raise one error for all unsupported arguments, hooks and values.
 
         Args:
             arguments: Arguments with values of Lightning's own.
             settings: Arguments of `trainer.Trainer`, translated.
-            others: Arguments that Lightning's Trainer has not, or that are not translated.
+            others: Arguments that Lightning's Trainer does not have, or that are not translated.
             callbacks: The callbacks.
             loggers: The argument `logger`.
 
         Raises:
-            TypeError: There is an argument that the Trainer has not, a hook that nobody calls, or a
-                value of a wrong type.
-            ValueError: There are values that it cannot take, and none of those.
+            TypeError: An argument is unknown, a hook would never be called, or a value has a wrong
+                type.
+            ValueError: There are only unsupported values.
         """
         parameters = inspect.signature(NativeTrainer).parameters
         unknown = {name: value for name, value in others.items() if name not in parameters}
@@ -413,12 +416,12 @@ class Trainer(NativeTrainer):
 
     @property
     def stage_name(self) -> str | None:
-        """``"fit"``, ``"validate"``, ``"test"`` or ``"predict"`` while that goes on, else None."""
+        """``"fit"``, ``"validate"``, ``"test"`` or ``"predict"`` while it is running, else None."""
         return self._fn if self._status == "running" else None
 
     @property
     def state(self) -> TrainerState:
-        """What is running now, and which method was the latest."""
+        """The running stage and the latest method."""
         stage = None
         if self.sanity_checking:
             stage = RunningStage.SANITY_CHECKING
@@ -433,7 +436,7 @@ class Trainer(NativeTrainer):
         self._status, self._fn = TrainerStatus.RUNNING, TrainerFn(name)
         for logger in self._loggers:
             if not isinstance(logger, GeneralTracker):
-                # Made before another thread asks for it, as under Lightning.
+                # Created before another thread uses it, as in Lightning.
                 getattr(logger, "experiment", None)
         try:
             with super()._stage(name, module, datamodule) as stage:
@@ -444,20 +447,20 @@ class Trainer(NativeTrainer):
         self._status = TrainerStatus.FINISHED
 
     def keep_indices(self) -> None:
-        """Let the samplers of an evaluation keep the indices that they draw, for `indices_of`."""
+        """Make an evaluation's samplers record the indices that they draw, for `indices_of`."""
         assert self._run is not None
         for epoch_iterator in self._run.eval_iterators:
             if epoch_iterator.sampler is not None:
                 epoch_iterator.sampler.drawn = []
 
     def indices_of(self, batch_idx: int, dataloader_idx: int) -> list[Any]:
-        """Return the indices of a batch's samples in the dataset; none if it is a stream."""
+        """Return the dataset indices of a batch's samples; empty for a stream."""
         assert self._run is not None
         sampler = self._run.eval_iterators[dataloader_idx].sampler
         return sampler.drawn[batch_idx] if sampler is not None and sampler.drawn else []
 
     def _run_dir(self, root: Any, *, dry: bool) -> Path | None:
-        """Return the folder of the run: that of the first logger with files, or a new version."""
+        """Return the folder of the run: that of the first file-based logger, or a new version."""
         for logger in self._loggers:
             folder: Path | None = getattr(logger, "run_dir", None)
             if folder is not None:
@@ -480,9 +483,10 @@ class Trainer(NativeTrainer):
     ) -> None:
         """Train a model; see `trainer.Trainer.fit`.
 
-        A second call without `ckpt_path` goes on from the weights that the model has, with new
-        optimizers, the epochs and updates counted on, in the next ``version_N``. It does nothing if
-        `max_epochs` or `max_steps` is reached: set ``trainer.fit_loop.max_epochs`` before.
+        A second call without `ckpt_path` continues from the model's current weights, with new
+        optimizers, in the next ``version_N``. Epochs and updates are counted on. If `max_epochs` or
+        `max_steps` is already reached, it does nothing; raise ``trainer.fit_loop.max_epochs``
+        first.
         """
         self._attach(model, datamodule)
         self._ckpt_path = ckpt_path
@@ -502,13 +506,13 @@ class Trainer(NativeTrainer):
         return Counters(
             global_step=before.global_step,
             epoch=before.epoch,
-            # One that `max_steps` or a stop has cut is over, one that an error has cut begins anew.
+            # An epoch cut by `max_steps` or a stop is over; an epoch cut by an error begins anew.
             epoch_complete=before.epoch_complete or ended,
             validations=before.validations,
         )
 
     def _fits_again(self) -> bool:
-        """Prepare a second fit, in a folder of its own; return False if nothing is left to do."""
+        """Prepare a second fit, in a separate folder; return False if nothing is left to do."""
         counters, length = self._begin_counters(), self._context.settings.length
         epochs = counters.epoch + counters.epoch_complete
         by_steps = replace(length, max_epochs=None, max_seconds=None)
@@ -535,7 +539,7 @@ class Trainer(NativeTrainer):
 
     @property
     def fit_loop(self) -> _FitLoop:
-        """The length of a fit, which may be set for the next one."""
+        """The limits of a fit, which may be set for the next one."""
         return _FitLoop(self)
 
     def validate(  # type: ignore[override]  # Lightning's order of arguments
@@ -587,14 +591,14 @@ class Trainer(NativeTrainer):
         return [] if outputs is None and keeps and not self.is_global_zero else outputs
 
     def _attach(self, model: Any, datamodule: Any) -> None:
-        """Keep the model, and take its callbacks.
+        """Store the model, and add its callbacks.
 
         Raises:
-            TypeError: One is of Lightning itself.
+            TypeError: A callback is from Lightning itself.
         """
         raise_findings([*_of_lightning([model, datamodule])])
         self._model = model
-        # Made anew, they would forget, say, which checkpoint is the best.
+        # New ones would lose their state, for example which checkpoint is the best.
         if model is not self._configured_model:
             self._configured_model = model
             configured: Any = getattr(model, "configure_callbacks", list)() or []
@@ -604,14 +608,14 @@ class Trainer(NativeTrainer):
                 kind for kind in kinds if any(isinstance(callback, kind) for callback in of_module)
             )
             others = [callback for callback in self.callbacks if type(callback) not in replaced]
-            self.callbacks = others + of_module  # each stage puts those that save behind the others
+            self.callbacks = others + of_module  # each stage moves callbacks that save to the end
         for callback in self.callbacks:
             callback.log, callback.log_dict = model.log, model.log_dict  # type: ignore[attr-defined]  # as under Lightning
 
     def _evaluated(
         self, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any, stage: str
     ) -> tuple[Any, ...]:
-        """Return the arguments of an evaluation, by default of the best of the latest fit."""
+        """Return the arguments of an evaluation, by default of the latest fit's best checkpoint."""
         module = model
         if model is None:
             model = self._model
@@ -641,8 +645,8 @@ class Trainer(NativeTrainer):
     def _given_checkpoint(self, ckpt_path: Any, words: Sequence[str]) -> Any:
         """Return the checked `ckpt_path`; collective.
 
-        Each start has a folder ``version_N`` of its own, so ``"last"`` and ``"auto"`` are the
-        newest checkpoint of the earlier ones as long as this one has none.
+        Each start has its own folder ``version_N``. So while it has no checkpoint, ``"last"`` and
+        ``"auto"`` mean the newest checkpoint of earlier starts.
         """
         given = super()._given_checkpoint(ckpt_path, words)
         if given not in ("last", "auto"):
@@ -675,7 +679,7 @@ class Trainer(NativeTrainer):
         """Save a checkpoint of the latest fit; see `trainer.Trainer.save_checkpoint`.
 
         Raises:
-            ValueError: There are `storage_options`.
+            ValueError: `storage_options` are passed.
         """
         if storage_options is not None:
             raise ValueError(
@@ -695,7 +699,7 @@ class Trainer(NativeTrainer):
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """The latest values, as tensors without dimensions on the CPU."""
+        """The latest values, as tensors of shape () on the CPU."""
         return {name: as_tensor(value) for name, value in super().callback_metrics.items()}
 
     @property
@@ -722,28 +726,28 @@ class Trainer(NativeTrainer):
 
     @property
     def default_root_dir(self) -> str:
-        """The argument, or the working folder when the Trainer was made."""
+        """The argument, or the working directory when the Trainer was created."""
         return self._root
 
     @property
     def num_devices(self) -> int:
-        """How many processes there are on this machine."""
+        """The number of processes on this machine."""
         return self.accelerator.num_processes // self.num_nodes
 
     @property
     def device_ids(self) -> list[int]:
-        """The numbers of the devices of this machine's processes."""
+        """The device indices of this machine's processes."""
         number = self.num_devices
         return list(range(number)) if number > 1 else [self.accelerator.device.index or 0]
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine."""
+        """The rank of this machine."""
         return self.global_rank // self.num_devices
 
     @property
     def num_nodes(self) -> int:
-        """How many machines there are."""
+        """The number of machines."""
         return max(self._nodes, environment.read_int("GROUP_WORLD_SIZE") or 1)
 
     @property
@@ -755,39 +759,39 @@ class Trainer(NativeTrainer):
 
     @property
     def strategy(self) -> _Strategy:
-        """How processes work together."""
+        """The object for programs that use Lightning's strategy."""
         return _Strategy(self)
 
-    _accelerator_connector = strategy  # callbacks of optuna and darts ask it `is_distributed`
+    _accelerator_connector = strategy  # callbacks of optuna and darts read its `is_distributed`
 
     @property
     def train_dataloader(self) -> Any:
-        """What was given to `fit`."""
+        """The loaders passed to `fit`."""
         return self._loaders.get("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """What was given to `fit` or `validate`."""
+        """The loaders passed to `fit` or `validate`."""
         return self._loaders.get("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """What was given to `test`."""
+        """The loaders passed to `test`."""
         return self._loaders.get("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """What was given to `predict`."""
+        """The loaders passed to `predict`."""
         return self._loaders.get("predict")
 
     @property
     def ckpt_path(self) -> Any:
-        """What was given to the latest `fit`, `validate`, `test` or `predict`."""
+        """The `ckpt_path` passed to the latest `fit`, `validate`, `test` or `predict`."""
         return self._ckpt_path
 
     @property
     def training(self) -> bool:
-        """Whether a fit is running, its set-up too, and is not validating."""
+        """Whether a fit is running or being set up, and is not validating."""
         fits = self.stage_name == "fit" and not self.sanity_checking
         return fits and (self._fitting is None or super().training)
 
@@ -804,7 +808,7 @@ class Trainer(NativeTrainer):
 
     @property
     def predicting(self) -> bool:
-        """Whether predictions are running."""
+        """Whether a prediction is running."""
         return self.stage_name == "predict"
 
     @property
@@ -819,7 +823,7 @@ class Trainer(NativeTrainer):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the current batch of the training is the last one of its epoch."""
+        """Whether the current training batch is the last one of its epoch."""
         run = self._fitting
         if run is None:
             return False
@@ -827,9 +831,9 @@ class Trainer(NativeTrainer):
 
     @property
     def num_val_batches(self) -> list[int | None]:
-        """This process's batches of each loader of the current evaluation.
+        """This process's number of batches of each loader in the current evaluation.
 
-        In a fit and after it, those of the validation.
+        During and after a fit, those of validation.
         """
         fit = self._fit
         return (
@@ -868,7 +872,7 @@ class Trainer(NativeTrainer):
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of an update; callbacks may set it during a fit, for the next update."""
+        """Batches per update; callbacks may set it during a fit, for the next update."""
         return self.gradient_accumulation_steps
 
     @accumulate_grad_batches.setter
@@ -877,7 +881,7 @@ class Trainer(NativeTrainer):
 
     @property
     def precision(self) -> str:
-        """The precision, by Lightning's name."""
+        """The precision, under Lightning's name."""
         mixed, dtype = self.accelerator.mixed_precision, self.accelerator.precision.dtype
         options = {"mixed_precision": mixed} if dtype is None else {"dtype": str(dtype)[6:]}
         return next((name for name, arguments in PRECISIONS.items() if arguments == options), mixed)
@@ -899,7 +903,7 @@ class Trainer(NativeTrainer):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """What a sampler of one's own is told of the processes; None if there is one process."""
+        """Arguments of a custom distributed sampler; None with one process."""
         if self.world_size == 1:
             return None
         engine = self.accelerator.engine
@@ -907,10 +911,10 @@ class Trainer(NativeTrainer):
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create tensors in the block on the device, with the type of ``"…-true"``.
+        """Inside the block, create tensors on the device, with the dtype of ``"…-true"``.
 
         Args:
-            empty_init: Has no effect: parameters are initialised.
+            empty_init: Has no effect; parameters are always initialised.
         """
         with self.accelerator.device, self.accelerator.precision.new_tensors():
             yield
@@ -921,11 +925,12 @@ class Trainer(NativeTrainer):
 
 
 class _FitLoop:
-    """What programs read and set of Lightning's ``fit_loop``: the lengths of the next fit.
+    """The attributes of Lightning's ``fit_loop`` that programs use: the limits of the next fit.
 
     Attributes:
-        max_epochs: After how many epochs it ends, those of earlier fits included; -1 for no limit.
-        epoch_loop: Has `max_steps`, the same in updates.
+        max_epochs: The number of epochs, including earlier fits, after which it ends; -1 for no
+            limit.
+        epoch_loop: An object with `max_steps`, the same in updates.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -948,7 +953,7 @@ class _FitLoop:
 
 
 class _Strategy:
-    """What programs ask of Lightning's strategies, ``isinstance`` too."""
+    """The attributes of Lightning's strategies that programs use; ``isinstance`` works too."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -975,7 +980,7 @@ class _Strategy:
         self._trainer.accelerator.wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one process on all."""
+        """Return one process's object on all processes."""
         return broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
@@ -999,7 +1004,7 @@ def _of_lightning(objects: Sequence[Any]) -> Iterator[str]:
 
 
 def _given_of(plugins: Any, model_registry: Any, autolog: bool) -> dict[str, Any]:
-    """Return those of the arguments without a translation that ask for something."""
+    """Return the untranslated arguments that request something."""
     arguments = {"plugins": plugins, "model_registry": model_registry}
     arguments = {name: value for name, value in arguments.items() if value}
     return arguments if autolog else {**arguments, "enable_autolog_hparams": autolog}
@@ -1021,7 +1026,7 @@ def _epochs_of(epochs: int | None, *, limited: bool) -> int | None:
 
 
 def _wrong_objects(profiler: Any, loggers: Any) -> Iterator[str]:
-    """Yield a sentence for a profiler, and for each logger, of no kind that the Trainer takes."""
+    """Yield a sentence for a profiler and for each logger of an unsupported type."""
     if not isinstance(profiler, (PassThroughProfiler, str, type(None))):
         yield (
             f"profiler is {profiler!r}; it must be 'simple', 'pytorch' or an object of "
@@ -1037,7 +1042,7 @@ def _wrong_objects(profiler: Any, loggers: Any) -> Iterator[str]:
 
 
 def _wrong_settings(settings: Mapping[str, Any]) -> Iterator[Exception]:
-    """Yield the error of each argument of `trainer.Trainer` that is wrong by itself."""
+    """Yield the error of each argument of `trainer.Trainer` that is invalid by itself."""
     for name, value in settings.items():
         try:
             Settings(**{name: value})
@@ -1046,13 +1051,13 @@ def _wrong_settings(settings: Mapping[str, Any]) -> Iterator[Exception]:
 
 
 def _check_devices(devices: Any, nodes: int, *, cpu: bool) -> None:
-    """Check that as many processes are running as the program asks for, or start them.
+    """Check that the requested number of processes is running, or start them.
 
     Without a launcher, this process becomes ``trainer launch`` for the same program, which then
     runs from its beginning in each process.
 
     Raises:
-        ValueError: There are others, or the program cannot be started again.
+        ValueError: The number differs, or the program cannot be restarted.
     """
     launched = environment.detect_launch()
     single = launched.launcher == "none" and not dist.is_initialized()
@@ -1093,7 +1098,7 @@ def _check_devices(devices: Any, nodes: int, *, cpu: bool) -> None:
 
 
 def _all_devices(accelerator: Any) -> int:
-    """Return how many processes ``devices="auto"`` asks for."""
+    """Return the number of processes for ``devices="auto"``."""
     launched = environment.detect_launch()
     if launched.launcher == "none" and not dist.is_initialized():
         return 1 if str(accelerator).lower() == "cpu" else max(torch.cuda.device_count(), 1)
@@ -1111,12 +1116,12 @@ def _visible(chosen: Sequence[int] | None, visible: str | None) -> list[str] | N
 def _device_of(
     chosen: Sequence[int], local_rank: int, visible: str | None, *, launched: bool
 ) -> str | None:
-    """Return the device of a process; None if it is the one that it has anyway.
+    """Return the device of a process; None if it is the default one.
 
     Args:
-        chosen: The numbers of all devices.
-        local_rank: Of this process.
-        visible: ``CUDA_VISIBLE_DEVICES``, to which a launcher may have given these devices.
+        chosen: The indices of all devices.
+        local_rank: The local rank of this process.
+        visible: ``CUDA_VISIBLE_DEVICES``, which a launcher may already have set to these devices.
         launched: Whether a launcher has started the process.
     """
     selected = visible is not None and len(visible.split(",")) == len(chosen)
@@ -1126,10 +1131,10 @@ def _device_of(
 
 
 def interval_of(interval: Any, epochs: int | None, windows: Any) -> str | int | None:
-    """Return Lightning's two arguments as one interval.
+    """Combine Lightning's two arguments to one interval.
 
     Raises:
-        ValueError: They do not fit together.
+        ValueError: They contradict each other.
     """
     wrong = wrong_interval(
         {
@@ -1166,7 +1171,7 @@ def _tracker_of(logger: Logger) -> GeneralTracker:
 
 
 def _loggers_of(argument: Any, root: Any, *, dry: bool) -> list[Any]:
-    """Return the loggers that an argument asks for, or in a trial run one that does nothing."""
+    """Return the loggers given by an argument, or in a trial run one that does nothing."""
     if argument is False or argument == []:
         return []
     if dry:

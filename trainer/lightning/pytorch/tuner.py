@@ -35,7 +35,7 @@ class Tuner(_Tuner):
         """Find a learning rate, and set the attribute; see `trainer.tuning.Tuner.lr_find`.
 
         Raises:
-            ValueError: The method is not ``"fit"``, or there are `dataloaders`.
+            ValueError: The method is not ``"fit"``, or `dataloaders` are passed.
         """
         if method != "fit" or dataloaders is not None:
             raise ValueError("A learning rate is found by training: pass train_dataloaders.")

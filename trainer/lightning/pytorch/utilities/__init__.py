@@ -51,7 +51,7 @@ _VERSIONED = re.compile(r"_([A-Z]+)_(GREATER_EQUAL|LESS_EQUAL|EQUAL)_(\d+(?:_\d+
 
 
 def __getattr__(name: str) -> bool:
-    """Whether a package is installed, such as ``_RICH_AVAILABLE``, or ``_TORCH_EQUAL_2_9``."""
+    """Return a flag such as ``_RICH_AVAILABLE`` (is it installed?) or ``_TORCH_EQUAL_2_9``."""
     if name.endswith("_AVAILABLE"):
         return find_spec(name[1:].removesuffix("_AVAILABLE").lower()) is not None
     if found := _VERSIONED.fullmatch(name):
@@ -67,10 +67,10 @@ def __getattr__(name: str) -> bool:
 def is_overridden(
     method_name: str, instance: object | None = None, parent: type | None = None
 ) -> bool:
-    """Return whether a module, data module or callback defines a method of its base anew.
+    """Return whether a module, data module or callback overrides a method of its base.
 
     Raises:
-        ValueError: The object is none of these, and there is no `parent`.
+        ValueError: The object is none of these, and `parent` is not given.
     """
     from trainer.lightning.pytorch.module import LightningDataModule, LightningModule
 
@@ -96,7 +96,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
 
     Args:
         seed: The seed; None is 0.
-        workers: Has no effect: workers are always seeded, by the batch.
+        workers: Has no effect, since workers are always seeded for each batch.
         verbose: Has no effect.
 
     Returns:
@@ -108,10 +108,10 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
 
 
 def isolate_rng(include_cuda: bool = True) -> AbstractContextManager[None]:
-    """Return a block after which the random generators have the states from before.
+    """Return a context manager that restores the states of the random generators on exit.
 
     Args:
-        include_cuda: Has no effect: the generator of the current device is among them.
+        include_cuda: Has no effect; the current device's generator is always included.
     """
     return isolated_rng()
 
@@ -124,7 +124,7 @@ def grad_norm(
     Args:
         module: The module.
         norm_type: The order of the norm, such as 2 or ``"inf"``.
-        group_separator: Stands before the parameter's name.
+        group_separator: The separator before the parameter's name.
 
     Returns:
         ``grad_2.0_norm/weight`` and so on, and ``grad_2.0_norm_total``.
@@ -141,7 +141,7 @@ def grad_norm(
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` that has this frame, without ``self``."""
+    """Return the arguments of the ``__init__`` of this frame, without ``self``."""
     info = inspect.getargvalues(frame)
     more = info.locals[info.keywords] if info.keywords else {}
     return {name: info.locals[name] for name in info.args[1:]} | more

@@ -18,7 +18,7 @@ class ModelSummary:
 
     Args:
         model: The model.
-        max_depth: The depth of the submodules in the table; -1 is all.
+        max_depth: The depth of the submodules in the table; -1 for all.
     """
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
@@ -32,7 +32,7 @@ class ModelSummary:
 
     @property
     def total_parameters(self) -> int:
-        """The number of elements of all parameters; lazy ones have none."""
+        """The number of elements of all parameters; lazy parameters count as none."""
         return sum(map(numel, self._model.parameters()))
 
     @property

@@ -15,7 +15,7 @@ from trainer import environment
 R = TypeVar("R")
 _logger = logging.getLogger(__name__)
 _logger.setLevel(logging.INFO)
-_shown = logging.StreamHandler()  # as under Lightning, whose messages need no set-up
+_shown = logging.StreamHandler()  # as in Lightning, whose messages appear without set-up
 _shown.addFilter(lambda _: not logging.getLogger().hasHandlers())
 _logger.addHandler(_shown)
 
@@ -23,7 +23,7 @@ _logger.addHandler(_shown)
 class _RankZeroOnly:
     @property
     def rank(self) -> int:
-        """The rank of this process, also before the first Trainer is made."""
+        """The rank of this process, even before the first Trainer is created."""
         return dist.get_rank() if dist.is_initialized() else environment.detect_launch().rank
 
     def __call__(self, fn: Callable[..., R], default: Any = None) -> Callable[..., R | Any]:
@@ -60,7 +60,7 @@ def rank_zero_debug(*args: Any, **kwargs: Any) -> None:
 def rank_zero_warn(
     message: str, stacklevel: int = 4, *, category: type[Warning] = UserWarning, **_: Any
 ) -> None:
-    """Warn on rank 0; `stacklevel` is Lightning's, whose own functions are two of the levels."""
+    """Warn on rank 0; `stacklevel` is Lightning's, which includes two of its own functions."""
     warnings.warn(message, category, stacklevel=max(stacklevel - 1, 1))
 
 

@@ -138,7 +138,7 @@ _HOME = {
     "synchronize_rng_states": "rng",
 }
 
-# After ``import trainer`` alone.
+# Available after ``import trainer`` alone.
 _MODULES = ("big_models", "launchers", "local_sgd", "logging", "state", "tracking", "utils")
 
 __all__ = [

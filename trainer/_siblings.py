@@ -2,7 +2,7 @@
 
 Cadence is three packages with everyday names, and Python searches the folder of the user's script
 first. A `callbacks.py` there is imported instead of ours, and the error comes much later, about a
-name that it lacks. `check_siblings` detects this when `trainer` is imported.
+missing name. `check_siblings` detects this when `trainer` is imported.
 
 It cannot detect a user's own `trainer.py`: `import trainer` then runs that file, and none of our
 code. Python's error at least names the file (`cannot import name 'Trainer' from ...
@@ -33,7 +33,7 @@ def check_siblings() -> None:
             continue
         expected = Path(__file__).parent.parent / name / "__init__.py"
         found = locate(name)
-        if found is not None and not _same(found, expected):  # None: Python says what is missing
+        if found is not None and not _same(found, expected):  # None: Python reports it
             raise ImportError(
                 f"{found} shadows the package {name!r} of {DISTRIBUTION}, which is at "
                 f"{expected.parent}. Python searches the script's folder and PYTHONPATH first: "
@@ -45,10 +45,10 @@ def check_siblings() -> None:
 
 
 def conflicts() -> list[str]:
-    """Return a sentence for each distribution that has installed files in one of our packages.
+    """Return a sentence for each other distribution that installed files in one of our packages.
 
-    pip lets the one that is installed later overwrite files of the other, and deletes the folder
-    when either is removed.
+    With pip, the distribution installed later overwrites files of the other, and removing either
+    deletes the folder.
     """
     from importlib import metadata
 
@@ -64,7 +64,7 @@ def conflicts() -> list[str]:
 
 
 def version() -> str:
-    """Return the version of Cadence, or a text that says that it is not installed."""
+    """Return the version of Cadence, or a text saying that it is not installed."""
     from importlib import metadata  # here, since it costs more than the rest of the import
 
     try:

@@ -1,4 +1,4 @@
-"""The `Accelerator`: process state, prepared objects and collectives for your own training loop.
+"""The `Accelerator`: process state, prepared objects and collectives for custom training loops.
 
 Its methods are short; the modules that they call do the work and document it in detail.
 """
@@ -125,7 +125,7 @@ _KINDS = {
 
 
 class Accelerator:
-    """Runs your own training loop on any device and any number of processes.
+    """Runs a custom training loop on any device and any number of processes.
 
     Example::
 
@@ -144,7 +144,7 @@ class Accelerator:
             ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: Micro-batches per update, with `accumulate`; None takes
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1.
-        cpu: Use the CPU even if an accelerator is available, also with several processes.
+        cpu: Use the CPU even if an accelerator is available, for any number of processes.
         dataloader_config: How loaders divide the data among the processes.
         deepspeed_plugin: Partitions a model and its optimizer with DeepSpeed; None does so if
             ``ACCELERATE_USE_DEEPSPEED`` is set. A dict of several plugins by name is allowed; the
@@ -153,7 +153,7 @@ class Accelerator:
             ``ACCELERATE_USE_FSDP`` is set.
         torch_tp_plugin: Splits layers over processes; ``ParallelismConfig(tp_size=...)`` does the
             same.
-        megatron_lm_plugin: Divides a model of megatron-core over the processes; None does so if
+        megatron_lm_plugin: Splits a megatron-core model over the processes; None does so if
             ``ACCELERATE_USE_MEGATRON_LM`` is set.
         rng_types: Random number generators that are set to rank 0's state at the beginning of each
             epoch of a prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``,
@@ -161,7 +161,7 @@ class Accelerator:
         log_with: Trackers for `init_trackers`: a name, class or instance, or a list of them, or
             ``"all"``.
         project_dir: Folder of trackers and numbered checkpoints, if `project_config` has none.
-        project_config: How states are saved.
+        project_config: Settings for saving states.
         gradient_accumulation_plugin: Replaces `gradient_accumulation_steps`, with more options.
         dispatch_batches: See `DataLoaderConfiguration`; a value here overrides `dataloader_config`.
         even_batches: See `DataLoaderConfiguration`; a value here overrides `dataloader_config`.
@@ -187,7 +187,7 @@ class Accelerator:
         state: The process, its peers and the precision.
         gradient_state: The position in the gradient accumulation window.
         step: Micro-batches counted by `accumulate` in the current window.
-        dynamo_plugin: How prepared models are compiled.
+        dynamo_plugin: The settings for compiling prepared models.
         engine: Places models and reduces gradients.
 
     Raises:
@@ -198,7 +198,7 @@ class Accelerator:
         ImportError: The package of a tracker is not installed.
     """
 
-    _run_engine: Engine | None = None  # that of a running fit or evaluation of a Trainer
+    _run_engine: Engine | None = None  # the engine of a Trainer's running fit or evaluation
 
     @suggest_arguments(
         fp16='mixed_precision="fp16"',
@@ -338,7 +338,7 @@ class Accelerator:
         self._trigger = Trigger()
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
-        self._steps_at_backward: list[int] = []  # per optimizer, at the last backward pass
+        self._steps_at_backward: list[int] = []  # update counts at the last backward pass
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
@@ -439,7 +439,7 @@ class Accelerator:
         """The rank among the processes that share each layer; 0 if layers are not split.
 
         Raises:
-            RuntimeError: There is no `parallelism_config`; also for the ranks below.
+            RuntimeError: There is no `parallelism_config`; the same applies to the ranks below.
         """
         return self._rank_in("tp")
 
@@ -624,7 +624,7 @@ class Accelerator:
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """As `main_process_first`, with local rank 0 of each machine before its other ranks."""
+        """Like `main_process_first`, with local rank 0 of each machine before its other ranks."""
         return self.state.local_main_process_first()
 
     def split_between_processes(
@@ -760,7 +760,7 @@ class Accelerator:
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _fill_deepspeed(self, objects: Sequence[Any]) -> None:
-        """Give the plugin in use the values of the run, for ``"auto"`` in its configuration."""
+        """Set the ``"auto"`` values of the active plugin's configuration to the run's values."""
         plugin = self.state.deepspeed_plugin
         if plugin is None:
             return
@@ -797,7 +797,7 @@ class Accelerator:
         Args:
             model: The model; preparing it again returns the same prepared model.
             device_placement: Overrides the constructor's.
-            evaluation_mode: The model is only evaluated: no DDP.
+            evaluation_mode: The model is only evaluated, so DDP is not used.
 
         Raises:
             TypeError: `model` is not a module.
@@ -814,7 +814,7 @@ class Accelerator:
             dynamo_plugin=self.dynamo_plugin,
             evaluation_mode=evaluation_mode,
         )
-        # Not where it is compiled: the hook would split the graph.
+        # Not if the model is compiled: the hook would split the graph.
         if self._collects and self._several and model._compiled_call_impl is None:
             prepared.register_forward_pre_hook(_note_forward, prepend=True)
         self._models.append(prepared)
@@ -933,7 +933,8 @@ class Accelerator:
         """Allow different numbers of batches per process in a block; see `trainer.engines.join`.
 
         Raises:
-            TypeError: `joinables` is not a list of models and optimizers (also with one process).
+            TypeError: `joinables` is not a list of models and optimizers (checked even with one
+                process).
         """
         check_bools(**given(even_batches=even_batches))
         if isinstance(joinables, (str, nn.Module)) or not isinstance(joinables, Iterable):
@@ -968,7 +969,7 @@ class Accelerator:
         For sharded models (FSDP) it is collective: rank 0 gets whole tensors in host memory, the
         others {}.
         """
-        if self._collects:  # raises, rather than waits, if a rank is elsewhere
+        if self._collects:  # raises instead of waiting if a rank is elsewhere
             operation, name = "Gathering the weights", "get_state_dict"
             run_on_all_ranks(operation, lambda: None, self.state, operation=name)
         elif not unwrap:
@@ -1181,7 +1182,7 @@ class Accelerator:
             RuntimeError: With several processes, parameters were unfrozen after `prepare`.
             TypeError: `loss` is not a tensor.
         """
-        if loss is None:  # for an engine, a batch that has none
+        if loss is None:  # to an engine, None is a batch without a loss
             _check_argument("backward", "loss", loss, False)
         if self.sync_gradients:
             self.engine.check_unknown_parameters()
@@ -1195,7 +1196,7 @@ class Accelerator:
                 self.lomo_backward(scaled, **kwargs)
             else:
                 self.engine.backward(self.precision.scale(scaled), **kwargs)
-        # Of a wrong type? It is checked only after a failure.
+        # The type is only checked after a failure.
         except (AssertionError, AttributeError, TypeError, ValueError):
             _check_argument("backward", "loss", loss, hasattr(loss, "backward"))
             raise
@@ -1208,8 +1209,8 @@ class Accelerator:
         """Undo the loss scaling of fp16 in the gradients; does nothing in other precisions.
 
         Raises:
-            ValueError: Called inside an accumulation window: later micro-batches would add scaled
-                gradients to unscaled ones.
+            ValueError: Called inside an accumulation window, where later micro-batches would add
+                scaled gradients to unscaled ones.
             TypeError: `optimizer` is neither an optimizer nor a list of them.
         """
         chosen = self._optimizers if optimizer is None else optimizer
@@ -1327,7 +1328,7 @@ class Accelerator:
 
         Args:
             tensor: Tensors in nested containers.
-            dim: The dimension to pad. A tensor without it is returned as it is.
+            dim: The dimension to pad. A tensor without it is returned unchanged.
             pad_index: The value to pad with.
             pad_first: Pad at the beginning instead of the end.
 
@@ -1386,16 +1387,16 @@ class Accelerator:
     ) -> Path:
         """Save all prepared and registered objects and each process's RNG states.
 
-        Every process calls it. The main process may also call it alone, inside ``if
-        accelerator.is_main_process:``, where the state is replicated (one device, DDP): then
-        `load_state` derives the random states of the other processes. For sharded models that
+        Every process calls it. The main process may also call it alone, inside
+        ``if accelerator.is_main_process:``, if the state is replicated (one device, DDP);
+        `load_state` then derives the random states of the other processes. For sharded models this
         raises an error.
 
         Args:
             output_dir: The folder; not needed with `automatic_checkpoint_naming` of
                 `ProjectConfiguration`.
             safe_serialization: Save weights as safetensors instead of with ``torch.save``.
-            **save_model_func_kwargs: For engines that are not supported yet.
+            **save_model_func_kwargs: Not supported; reserved for other engines.
 
         Returns:
             The folder.
@@ -1503,7 +1504,7 @@ class Accelerator:
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, input_dir)`` before a load; models that it removes are not loaded."""
+        """Call ``hook(models, input_dir)`` before a load; models that it removes are skipped."""
         _check_argument("register_load_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
@@ -1516,7 +1517,7 @@ class Accelerator:
 
     @property
     def _weights(self) -> Weights:
-        """What the engine that runs tells of its models' weights."""
+        """The running engine's view of its models' weights."""
         return (self._run_engine or self.engine).weights
 
     @property
@@ -1557,7 +1558,7 @@ class Accelerator:
     ) -> None:
         """Start the runs of the trackers in `log_with`.
 
-        Call it on every process, or on the main process alone.
+        Call it on every process, or only on the main process.
 
         Args:
             project_name: The name of the run or project.
@@ -1677,7 +1678,7 @@ def _check_argument(method: str, kind: str, value: object, fits: bool) -> None:
 
 
 def _note_forward(model: nn.Module, _: Any) -> None:
-    if model.training and torch.is_grad_enabled():  # evaluations may be uneven
+    if model.training and torch.is_grad_enabled():  # evaluations may have uneven batches
         call_counts.note("forward")
 
 
@@ -1697,7 +1698,7 @@ def _chosen_deepspeed(
     plugin: Any, several: Any, other: object, is_first: bool
 ) -> dict[str, DeepSpeedPlugin] | None:
     """Return the plugins from the arguments, the environment or the first `Accelerator`."""
-    if plugin is None and several is None and not is_first:  # for another model
+    if plugin is None and several is None and not is_first:  # it may be for another model
         plugins = AcceleratorState().deepspeed_plugins
     else:
         plugins = DeepSpeedPlugin.requested(plugin, several)
@@ -1721,7 +1722,7 @@ def _chosen_recipe(
     """Return the recipe of fp8; None in another precision.
 
     Raises:
-        ValueError: There is a recipe, but the precision is another.
+        ValueError: There is a recipe, but the precision is not ``"fp8"``.
     """
     if mixed_precision == "fp8":
         return recipe_of(list(handlers.values()))

@@ -1,4 +1,4 @@
-"""Checks of arguments: the one place for the mistakes that people make in calls."""
+"""Checks of arguments, for common mistakes in calls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def given(**arguments: object) -> dict[str, object]:
 
 
 def check_bools(**given: object) -> None:
-    """Raise if an argument is not a bool: a text such as "no" would count as true.
+    """Raise if an argument is not a bool, since a text such as "no" would count as true.
 
     Raises:
-        TypeError: An argument is neither True nor False; 1 and 0, which equal them, are accepted.
+        TypeError: An argument is neither True nor False. 1 and 0 equal these, and are accepted.
     """
     for name, value in given.items():
         if value not in (True, False):
@@ -29,7 +29,7 @@ def check_bools(**given: object) -> None:
 
 
 def check_bool_fields(configuration: Any) -> None:
-    """Raise if a field of a dataclass that is annotated as a bool is none; see `check_bools`."""
+    """Raise if a dataclass field that is annotated as a bool is not one; see `check_bools`."""
     owner = type(configuration).__name__
     for field in dataclasses.fields(configuration):
         value = getattr(configuration, field.name)
@@ -52,11 +52,11 @@ def check_positive(**given: object) -> None:
 
 
 def check_counts(least: int, hint: str = "", /, **given: object) -> None:
-    """Raise if an argument is not a whole number of at least `least`; 1e3 is one.
+    """Raise if an argument is not a whole number of at least `least`; 1e3 counts as whole.
 
     Args:
         least: The smallest valid number.
-        hint: The end of the message, what other values mean.
+        hint: The end of the message, which says what other values mean.
         **given: The arguments.
 
     Raises:
@@ -85,14 +85,14 @@ def choice_error(what: str, value: object, choices: Iterable[str]) -> str:
     """Return the message for a value outside its choices, which begins with the closest choice.
 
     Args:
-        what: The user's name of the value: an argument or a key.
+        what: The value's name for the user: an argument or a key.
         value: The value given.
         choices: The valid values.
     """
     names = sorted(choices)
     near = get_close_matches(str(value), names, n=1)
     must = f"t must be one of {', '.join(map(repr, names))}."
-    if near:  # first, since the choices may be many
+    if near:  # checked first, since there may be many choices
         return f"{what} is {value!r}. Did you mean {near[0]!r}? I{must}"
     return f"{what} is {value!r}; i{must}"
 
@@ -101,13 +101,13 @@ def check_type(what: str, value: object, kind: type, fix: str = "") -> None:
     """Raise if a value is neither None nor an instance of a class.
 
     Args:
-        what: The user's name of the value.
+        what: The value's name for the user.
         value: The value given.
         kind: The class.
-        fix: What to pass instead, a sentence.
+        fix: A sentence that says what to pass instead.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The value is something else.
     """
     if not isinstance(value, (kind, type(None))):
         advice = f" {fix}" if fix else ""
@@ -118,7 +118,7 @@ def raise_findings(findings: Sequence[str]) -> None:
     """Raise all findings in one error.
 
     Raises:
-        TypeError: There are any.
+        TypeError: There are findings.
     """
     if findings:
         raise TypeError("\n".join(findings))
@@ -132,8 +132,8 @@ def suggest_arguments(**instead: str) -> Callable[[Callable[P, R]], Callable[P, 
     """Return a decorator that improves a method's error for unknown arguments.
 
     Args:
-        **instead: Argument names of other trainers, each with what to write instead. The method
-            itself may have one: then a text given for it is another trainer's.
+        **instead: Replacements of other trainers' argument names. If the method has an argument of
+            the same name, a text passed for it is treated as the other trainer's.
 
     Returns:
         The decorator. A call with an unknown argument raises a TypeError that gives its

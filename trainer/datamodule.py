@@ -1,4 +1,4 @@
-"""The base class for users who keep data and its preparation apart from the model."""
+"""The base class for data and its preparation, separate from the model."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class DataModule:
         ignore: str | Iterable[str] | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of ``__init__`` in `hparams`; see `TrainModule.save_hyperparameters`.
+        """Record the arguments of ``__init__``; see `TrainModule.save_hyperparameters`.
 
-        Trackers record them at the beginning of a fit. Checkpoints do not hold them: return what a
-        resumed run needs from `state_dict`.
+        Trackers log them at the beginning of a fit. Checkpoints do not hold them; return anything
+        that a resumed run needs from `state_dict`.
         """
         keep(self, names, sys._getframe(1), ignore=ignore, private=not logger)
 
@@ -68,7 +68,7 @@ class DataModule:
         """Called before the module's `setup`; `stage` is fit, validate, test or predict."""
 
     def teardown(self, stage: str) -> None:
-        """Called at the end of a run, also after an error."""
+        """Called at the end of a run, even after an error."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader."""
@@ -111,12 +111,12 @@ class DataModule:
         """Called when the run failed, before `exception` is re-raised; other ranks may be down."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the loaders depend on, such as a vocabulary or split: tensors, plain values.
+        """Return the state that the loaders depend on, such as a vocabulary: tensors, plain values.
 
-        A checkpoint holds what rank 0 returns; every process must return the same. Leave out the
-        position in the data and its order: the run saves them itself.
+        A checkpoint stores rank 0's result; every process must return the same. Leave out the
+        position in the data and its order, which the run saves itself.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; called after ``setup``, before loaders are made."""
+        """Restore a `state_dict`; called after ``setup``, before the loaders are created."""

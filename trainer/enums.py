@@ -83,7 +83,7 @@ class DistributedType(Choice):
     TPU = _Renamed("TPU", "XLA")
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"  # as the documented API prints this one
+        return f"{type(self).__name__}.{self.name}"  # printed like this in the documented API
 
 
 class PrecisionType(Choice):
@@ -159,7 +159,7 @@ class DynamoBackend(Choice):
 
 
 class DDPCommunicationHookType(Choice):
-    """How ``DistributedDataParallel`` compresses gradients to send them; ``NO`` does not.
+    """The compression of gradients in ``DistributedDataParallel``; ``NO`` does not compress.
 
     ``FP16`` and ``BF16`` cast to 16 bits; ``POWER_SGD`` sends a low-rank approximation of each
     layer's gradient, ``BATCHED_POWER_SGD`` of each bucket's.

@@ -40,7 +40,7 @@ STORE = "CADENCE_STORE"  # the variable with the launcher's private folder
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The position of this process among those that one launcher started.
+    """The position of this process among the processes that one launcher started.
 
     The processes meet at the address and port, or in files in the folder `store` if there is one.
     """
@@ -103,7 +103,7 @@ def read_flag(name: str, default: bool = False) -> bool:
 
 
 def share_of_cores(processes: int) -> int:
-    """Return the cores for each of this machine's processes, of those that this process may use."""
+    """Return each local process's share of the cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)
 
@@ -133,7 +133,7 @@ def export(**kwargs: Any) -> None:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    r"""Return ``NAME=value\n`` for each variable, as a file of settings has them.
+    r"""Return ``NAME=value\n`` for each variable, as in a settings file.
 
     Those with a character that such a file cannot hold (one of ``; < > |``, a space or a line
     break) are left out.
@@ -161,8 +161,8 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     """Decorator: undo changes of ``ACCELERATE_`` variables after each call of a function.
 
     Args:
-        func_or_cls: A function; or a class of tests, whose methods that begin with ``test``, also
-            those of its subclasses, are decorated in place.
+        func_or_cls: A function; or a test class, whose methods that begin with ``test``, including
+            those of subclasses, are decorated in place.
     """
     decorated: Any = func_or_cls
     if not isinstance(decorated, type):
@@ -214,10 +214,11 @@ def without(name: str) -> Iterator[None]:
 def detect_launch() -> Launch:
     """Return the launch of this process: torchrun's variables first, then SLURM, MPI, none.
 
-    torchrun's names take precedence because users of other launchers can set them on purpose.
+    torchrun's names take precedence so that users of other launchers can set them.
 
     Raises:
-        ValueError: The variables contradict each other, or several nodes have no address.
+        ValueError: The variables contradict each other, or the address is missing for several
+            nodes.
     """
     return _torchrun() or _slurm() or _mpi() or Launch(launcher="none")
 
@@ -244,8 +245,8 @@ def interpreter_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the command of a Python process, as in ``sys.orig_argv``.
 
     Returns:
-        The interpreter's options; and what it runs, such as a script or ``-m`` and a module, with
-        the arguments.
+        The interpreter's options; and the program, such as a script or ``-m`` and a module, with
+        its arguments.
     """
     options: list[str] = []
     at = 1
@@ -269,7 +270,7 @@ def _store() -> Path | None:
     if STORE not in os.environ:
         return None
     path = store_path(read_int("MASTER_PORT"), read_int("TORCHELASTIC_RESTART_COUNT"))
-    # A launcher that the script starts inherits the variable, but has another port.
+    # A launcher started by the script inherits the variable, but has another port.
     return path if path.is_dir() else None
 
 

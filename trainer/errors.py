@@ -18,25 +18,25 @@ from collections.abc import Iterable
 from signal import Signals
 from typing import Any
 
-# What a terminal takes for a command, not for text: ESC and the other control characters.
+# Characters that a terminal interprets as commands: ESC and other control characters.
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
 }
 
 
 def printable(text: str) -> str:
-    """Return text for a terminal: control characters, as in a file's name, appear as escapes."""
+    """Return text for a terminal: control characters, e.g. in file names, appear as escapes."""
     return text.translate(_CONTROLS)
 
 
 def echo(text: object = "", *, error: bool = False) -> None:
-    """Print text, to standard error if asked; no part of it can command the terminal."""
+    """Print text, with `error` to standard error; control characters are escaped."""
     stream = sys.stderr if error else sys.stdout
     print(printable(str(text)), file=stream, flush=error)
 
 
 def module_logger(name: str) -> logging.Logger:
-    """Return the logger of a module of ours, whose messages cannot command the terminal."""
+    """Return the logger of one of our modules, which escapes control characters in messages."""
     logger = logging.getLogger(name)
     logger.addFilter(_escape)
     return logger
@@ -50,14 +50,14 @@ def _escape(record: logging.LogRecord) -> bool:
 
 
 class _Error(RuntimeError):
-    """An error whose message contains names from files, which somebody else may have chosen."""
+    """An error whose message contains names from files, which may be untrusted."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class CheckpointError(_Error):
-    """A checkpoint is missing, damaged, of another library or run, or could not be written."""
+    """A checkpoint is missing, damaged, from another library or run, or could not be written."""
 
 
 class LaterReleaseError(CheckpointError):
@@ -65,14 +65,14 @@ class LaterReleaseError(CheckpointError):
 
 
 class MetricError(_Error):
-    """Ranks disagree about what was logged, or ``log`` was called where it cannot work."""
+    """Ranks disagree about the logged metrics, or ``log`` was called where it cannot work."""
 
 
 class DistributedOperationException(_Error):
-    """Ranks called different collectives, or the same one with tensors that do not fit.
+    """Ranks called different collectives, or the same one with tensors that do not match.
 
     Attributes:
-        plans: What each rank was about to do.
+        plans: The operation of each rank.
     """
 
     def __init__(self, message: str = "", plans: Iterable[str] = ()) -> None:

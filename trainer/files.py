@@ -1,6 +1,6 @@
-"""Paths that users give, and files opened by a known name.
+"""Paths from users, and files opened by a known name.
 
-In a folder that others can write to, somebody may have put something else in a file's place.
+In a folder that others can write to, a file may have been replaced by something else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HIDDEN = ".cadence-writing-"
 def regular(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file; pass it to `open` or `io.FileIO` as their ``opener``.
 
-    A symlink in the file's place is not followed, and opening a pipe does not block. The parent
+    A symlink instead of the file is not followed, and opening a pipe does not block. The parent
     folders may be symlinks.
 
     Args:
@@ -34,7 +34,7 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
         The descriptor.
 
     Raises:
-        OSError: it is a symlink, a folder, a device or a pipe, or it cannot be opened.
+        OSError: the path is a symlink, a folder, a device or a pipe, or it cannot be opened.
     """
     if os.path.islink(path):
         raise OSError(errno.ELOOP, "It is a link, which is not followed", os.fspath(path))
@@ -59,7 +59,7 @@ def hidden_beside(file: Path) -> Path:
 
 
 def sweep_hidden(file: Path) -> None:
-    """Remove temporary files that killed processes left; no process may be writing `file`."""
+    """Remove temporary files of killed processes; no process may be writing `file`."""
     for left in file.parent.glob(f"{_HIDDEN}*-{glob.escape(file.name)}"):
         left.unlink(missing_ok=True)
 
@@ -69,17 +69,17 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
 
     Args:
         path: the file.
-        limit: the size in bytes up to which it is read.
+        limit: the maximum size in bytes.
 
     Raises:
-        OSError: it cannot be opened, see `regular`.
-        ValueError: it is larger.
+        OSError: the file cannot be opened, see `regular`.
+        ValueError: the file is larger.
     """
     with open(path, "rb", opener=regular) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > limit:
             raise ValueError(f"it has {size:,} bytes, more than the {limit:,} that are read")
-        return stream.read(size)  # not more, since the buffer is allocated first
+        return stream.read(size)  # no more, since the buffer is allocated first
 
 
 def read_json(path: str | os.PathLike[str], limit: int = LARGEST) -> Any:
@@ -87,11 +87,11 @@ def read_json(path: str | os.PathLike[str], limit: int = LARGEST) -> Any:
 
     Args:
         path: the file.
-        limit: the size in bytes up to which it is read.
+        limit: the maximum size in bytes.
 
     Raises:
-        OSError: it cannot be opened, see `regular`.
-        ValueError: it is larger, not JSON, or nested too deeply.
+        OSError: the file cannot be opened, see `regular`.
+        ValueError: the file is larger, is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(read_bytes(path, limit))
@@ -107,7 +107,7 @@ def with_home(name: str, path: str | os.PathLike[str]) -> str:
         path: Its value.
 
     Raises:
-        ValueError: It is a URL, or the home directory is not known.
+        ValueError: The path is a URL, or the home directory is unknown.
     """
     if re.match(r"[a-z][a-z0-9+]+:/", text := os.fspath(path), re.IGNORECASE):
         raise ValueError(

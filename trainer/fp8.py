@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8 bits (fp8): torchao's, or those of TransformerEngine.
+"""Linear layers that multiply in 8 bits (fp8): torchao's or TransformerEngine's.
 
 Weights, gradients and optimizer state keep their dtype: each layer scales its inputs, weights and
 gradients to the range of fp8 and rounds them, right before it multiplies (Micikevicius et al., "FP8
@@ -32,12 +32,12 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 def filter_linear_layers(
     module: nn.Module, fqn: str, layers_to_filter: Collection[str | None]
 ) -> bool:
-    """Return whether a layer can compute in fp8: dimensions are multiples of 16, not left out.
+    """Return whether a layer can compute in fp8: dimensions divisible by 16, and not excluded.
 
     Args:
         module: The layer.
         fqn: Its name in the model.
-        layers_to_filter: The names of those to leave out.
+        layers_to_filter: The names of layers to exclude.
     """
     if not isinstance(module, nn.Linear) or fqn in layers_to_filter:
         return False
@@ -45,7 +45,7 @@ def filter_linear_layers(
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Return whether a model has layers of torchao's fp8."""
+    """Return whether a model has torchao's fp8 layers."""
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(part, Float8Linear) for part in model.modules())
@@ -60,8 +60,8 @@ def convert_model_to_fp8_ao(
 
     Args:
         model: The model, on its device.
-        config: A ``Float8LinearConfig`` of torchao; None is the default one.
-        module_filter_func: Which layers, by module and name; see `AORecipeKwargs`.
+        config: torchao's ``Float8LinearConfig``; None takes the default.
+        module_filter_func: Selects layers by module and name; see `AORecipeKwargs`.
     """
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     recipe = AORecipeKwargs(config=config, module_filter_func=module_filter_func)
@@ -69,7 +69,7 @@ def convert_model_to_fp8_ao(
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Drop what the import of torchao says of kernels that are not used here, and of its future."""
+    """Drop messages at torchao's import about unused kernels and future changes."""
     text = str(record.msg)
     return not ("Failed to load" in text or "natively supported by torch.compile" in text)
 
@@ -78,8 +78,9 @@ class TorchAOLayers:
     """Replaces linear layers by torchao's ``Float8Linear``, which has the same parameters.
 
     Args:
-        recipe: How, and which layers.
-        device: Where they run. The CPU rounds to fp8 and multiplies in a higher precision.
+        recipe: The settings, and which layers to replace.
+        device: The device of the layers. The CPU rounds to fp8 and multiplies in a higher
+            precision.
 
     Raises:
         ImportError: torchao is not installed.
@@ -125,7 +126,7 @@ class TorchAOLayers:
                 return False
             if self._filter is not None:
                 chosen = bool(self._filter(part, name))
-            else:  # a subclass may have a forward of its own
+            else:  # a subclass may have its own forward
                 chosen = type(part) is nn.Linear and filter_linear_layers(part, name, ends)
             if chosen:
                 found.append(name)
@@ -144,7 +145,7 @@ class TorchAOLayers:
             )
 
     def gather_in_fp8(self, module: nn.Module) -> None:
-        """Wrap the converted layers' weights so that FSDP gathers them in fp8, if asked for."""
+        """Wrap the converted layers' weights so that FSDP gathers them in fp8, if configured."""
         if self._gathering is None:
             return
         from torchao.float8 import convert_to_float8_training
@@ -162,10 +163,10 @@ class TorchAOLayers:
 
 
 class TransformerEngineLayers:
-    """Replaces linear layers by TransformerEngine's, and runs forward in its ``fp8_autocast``.
+    """Replaces linear layers by TransformerEngine's, and runs forward under its ``fp8_autocast``.
 
     Args:
-        recipe: The options of its scaling.
+        recipe: The options of the scaling.
 
     Raises:
         ImportError: TransformerEngine cannot be imported.
@@ -235,7 +236,7 @@ class TransformerEngineLayers:
             setattr(module, name, made)
 
     def gather_in_fp8(self, module: nn.Module) -> None:
-        """Raise: TransformerEngine's layers are not sharded here.
+        """Raise an error, since TransformerEngine's layers cannot be sharded here.
 
         Raises:
             NotImplementedError: Always.
@@ -247,9 +248,9 @@ class TransformerEngineLayers:
         )
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return TransformerEngine's context: fp8 in training, and if asked in evaluation."""
+        """Return TransformerEngine's context: fp8 in training, and in evaluation if configured."""
         enabled = self._evaluates or torch.is_grad_enabled()
-        autocast = getattr(self._engine, "autocast", None)  # the later name
+        autocast = getattr(self._engine, "autocast", None)  # the newer name
         context: AbstractContextManager[Any]
         if autocast is None:
             context = self._engine.fp8_autocast(enabled=enabled, fp8_recipe=self._scaling)

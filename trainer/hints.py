@@ -1,6 +1,6 @@
-"""Names of other trainers that many write by habit, each with what to write here.
+"""Names of other trainers that users often type out of habit, with replacements.
 
-A text follows "use" in a sentence, or is an instruction of its own. There is nothing but data here.
+Each text follows "use" in a sentence, or is a separate instruction. This module contains only data.
 """
 
 MANUAL = "set automatic_optimization = False and do it in training_step"

@@ -24,7 +24,7 @@ from trainer.hints import CALLBACK_HOOKS, HOOKS, MODULE_HOOKS, STEP_ARGUMENTS
 Hook = Callable[..., None]
 logger = module_logger(__name__)
 
-# Called by `trainer.loops.fit_state`, with a dict that they change.
+# Called by `trainer.loops.fit_state`, with a dict that the hooks change.
 _OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
 # Parts of an update that a module may override; see `trainer.module.TrainModule`.
 PARTS_OF_UPDATE = (
@@ -37,7 +37,7 @@ PARTS_OF_UPDATE = (
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: the hook that nobody overrides."""
+    """Do nothing; used for a hook that is not overridden."""
 
 
 def _one_after_another(calls: Sequence[Hook]) -> Hook:
@@ -89,7 +89,7 @@ class Boundary:
 
     @property
     def remaining_callbacks(self) -> list[str]:
-        """The state keys of the callbacks that have not run yet at this boundary."""
+        """The state keys of callbacks that have not run yet at this boundary."""
         return [self._hooks[number][0] for number in self._due]
 
     def state_dict(self) -> list[str]:
@@ -97,7 +97,7 @@ class Boundary:
         return self.remaining_callbacks
 
     def load_state_dict(self, keys: Sequence[str]) -> None:
-        """Let the callbacks with these state keys remain."""
+        """Mark the callbacks with these state keys as not yet called."""
         missing, due = Counter(keys), []
         for number in reversed(self._all):  # of callbacks with the same key, the last ones remain
             key = self._hooks[number][0]
@@ -110,7 +110,7 @@ class Boundary:
 def _all_before_an_error(calls: Sequence[Hook]) -> Hook:
     """Return a function that calls all hooks, then raises the first error.
 
-    A hook that comes after the one that failed may still save the run.
+    Hooks after a failed one may still save the run.
     """
     if len(calls) < 2:
         return _one_after_another(calls)
@@ -160,7 +160,7 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 
 
 def call_if_there(owner: Any, name: str, *args: Any) -> Any:
-    """Call a method of an object if it has one of that name; otherwise return None."""
+    """Call a method of an object if it exists; otherwise return None."""
     method = getattr(owner, name, None)
     return None if method is None else method(*args)
 
@@ -172,8 +172,8 @@ class HookTable:
     """The hooks of one run as attributes: call ``hooks.on_train_batch_start(batch, batch_idx)``.
 
     Epoch-end hooks have two attributes, such as ``on_train_epoch_end_module`` and
-    ``on_train_epoch_end_callbacks``. The epoch's metrics are reduced between the two calls. So do
-    hooks that begin an evaluation, for which a callback may swap the weights.
+    ``on_train_epoch_end_callbacks``. The epoch's metrics are reduced between the two calls. Hooks
+    that begin an evaluation have two as well, since a callback may swap the weights.
 
     ``on_train_batch_start`` returns whether any of its hooks returned -1, which ends the epoch.
 
@@ -188,7 +188,7 @@ class HookTable:
 
     Args:
         trainer: Passed to the callbacks.
-        module: The user's module, whose hooks are called, and which is passed to the callbacks.
+        module: The user's module; its hooks are called, and it is passed to the callbacks.
         callbacks: The callbacks, in the order of calls.
         module_base: The base class of modules, whose own hooks do nothing.
     """
@@ -229,7 +229,8 @@ class HookTable:
             for base, owners in ((Callback, callbacks), (module_base, [module]))
             for owner in cast("list[Any]", owners)
             if hasattr(base, "on_train_batch_start")
-            # Ours never do; `LambdaCallback` has the user's function.
+            # Our callbacks never return -1, except for `LambdaCallback`, which calls the user's
+            # function.
             and not owner.on_train_batch_start.__module__.startswith("callbacks.")
         )
         self.module_overrides: dict[str, Callable[..., Any]] = {
@@ -288,10 +289,10 @@ def uncalled_hooks(
     Args:
         owner: The user's module, callback or datamodule.
         kind: ``"module"``, ``"callback"`` or ``"datamodule"``.
-        hooks: For each kind the hooks that nobody would call, with what to use.
+        hooks: For each kind, the hooks that are never called, with their replacements.
         advice: Ends each sentence.
     """
-    # Not the owner itself: a layer may have such a name, and it is no method.
+    # Not the owner itself: a layer may have such a name, but is not a method.
     classes = [cls for cls in type(owner).__mro__ if not cls.__module__.startswith("trainer.")]
     return [
         f"{type(owner).__name__} defines {name}, which is never called here: {use}. {advice}"
@@ -313,9 +314,9 @@ _ALIKE = 0.9  # difflib's ratio for names that differ by a letter or two
 def hook_typos(owner: object, base: type) -> dict[str, str]:
     """Return the methods named almost like a hook that the user does not define.
 
-    A method beside the hook in the same class is the user's helper, as is one whose name begins
-    with an underscore. One in a subclass of the class that defines the hook is a typo, unless that
-    class has the method, too.
+    A method in the same class as the hook is taken for a helper, and so is one whose name begins
+    with an underscore. A method in a subclass of the class that defines the hook is taken for a
+    typo, unless that class has the method too.
 
     Args:
         owner: The user's module, callback or datamodule.
@@ -347,7 +348,7 @@ def hook_typos(owner: object, base: type) -> dict[str, str]:
 
 
 def hook_typo(owner: object, hook: str, base: type) -> str:
-    """Return the end of an error for a missing method: a name that may be a typo of it, or ''."""
+    """Return the end of an error about a missing method: a possible typo of its name, or ''."""
     typos = hook_typos(owner, base).items()
     return next((f" It defines {name}; did you mean {hook}?" for name, h in typos if h == hook), "")
 
@@ -360,7 +361,7 @@ def warn_of_hook_typos(owner: object, base: type, named: Collection[str] = ()) -
     Args:
         owner: The user's module, callback or datamodule.
         base: The class whose hooks it may override.
-        named: Hooks whose absence is an error that names the typo itself.
+        named: Hooks whose absence raises an error that already names the typo.
     """
     for name, hook in hook_typos(owner, base).items():
         if hook not in named:
@@ -373,20 +374,20 @@ def warn_of_hook_typos(owner: object, base: type, named: Collection[str] = ()) -
             )
 
 
-# -- what hooks and steps are called with: those that take less are adapted, others refused --------
+# -- signatures of hooks and steps: those that take fewer arguments are adapted ------------------
 
 
 def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any]) -> None:
-    """Refuse a hook that cannot be called as it will be, before anything runs.
+    """Raise an error, before anything runs, if a hook cannot be called with its arguments.
 
     Args:
         call: The user's method, bound.
         name: Its name.
-        like: The hook of the base class, unbound. It is called with the arguments of that; a hook
-            may leave out those with a default, a part of an update may not.
+        like: The hook of the base class, unbound, which defines the arguments. A hook may omit
+            arguments with a default; a part of an update may not.
 
     Raises:
-        TypeError: Its arguments are others.
+        TypeError: The hook takes other arguments.
     """
     expected = list(inspect.signature(like).parameters.values())[1:]
     takes = _signature(call)
@@ -405,12 +406,12 @@ def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any
 
 
 def check_state_dict_methods(module: nn.Module) -> None:
-    """Refuse a ``state_dict`` or ``load_state_dict`` that cannot be called as torch's.
+    """Raise if ``state_dict`` or ``load_state_dict`` cannot be called like torch's.
 
-    It would be missed when a checkpoint is loaded, which may be after a crash.
+    Otherwise the error would appear when a checkpoint is loaded, perhaps after a crash.
 
     Raises:
-        TypeError: It takes other arguments.
+        TypeError: A method takes other arguments.
     """
     for name, arguments in (("state_dict", ()), ("load_state_dict", ({},))):
         takes = _signature(getattr(module, name))
@@ -426,7 +427,7 @@ def check_state_dict_methods(module: nn.Module) -> None:
 
 
 def with_loader_number(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A batch hook that insists on a ``dataloader_idx`` gets 0 with a single loader."""
+    """Wrap a batch hook that requires a ``dataloader_idx``, to pass 0 with a single loader."""
     takes = _signature(call)
     number = None if takes is None else takes.parameters.get("dataloader_idx")
     if takes is None or number is None or number.default is not number.empty:
@@ -439,10 +440,10 @@ def _call_with_number(call: Callable[..., Any], takes: int, *args: Any) -> None:
 
 
 def without_batch_idx(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Those of the module's steps that do not take the batch's number, as functions that do.
+    """Return wrappers of the steps that do not take `batch_idx`, by name; the wrappers take it.
 
     Raises:
-        TypeError: A step takes what no step is given any more.
+        TypeError: A step takes an argument that is no longer passed to any step.
     """
     adapted: dict[str, Callable[..., Any]] = {}
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
@@ -473,10 +474,10 @@ def _call_without_number(
 
 
 def check_step_signature(module: nn.Module, name: str, loaders: int) -> None:
-    """Refuse a step that does not fit the number of loaders, before anything runs.
+    """Raise an error, before anything runs, if a step does not fit the number of loaders.
 
     Raises:
-        TypeError: It lacks ``dataloader_idx`` with several, or insists on it with one.
+        TypeError: The step lacks ``dataloader_idx`` with several loaders, or requires it with one.
     """
     step = getattr(module, name)
     takes = _signature(step)
@@ -500,5 +501,5 @@ def check_step_signature(module: nn.Module, name: str, loaders: int) -> None:
 def _signature(call: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(call)
-    except (TypeError, ValueError):  # of something built in, which does not say
+    except (TypeError, ValueError):  # a built-in without a signature
         return None

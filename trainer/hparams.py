@@ -78,7 +78,7 @@ class Kept:
 
     Attributes:
         values: The values by name.
-        initial: Those at the end of the latest `keep`; plain data is copied.
+        initial: The values at the end of the latest `keep`; plain data is copied.
         places: For each value, the constructor argument that held it: the argument of that name, or
             a dict argument that contains it. A value without an entry was not passed to the class.
         namespaces: Names of arguments that were an ``argparse.Namespace``.
@@ -113,7 +113,7 @@ def keep(
     """Record the arguments of the running ``__init__`` and of the subclasses that called it.
 
     Args:
-        owner: The object that is being constructed.
+        owner: The object under construction.
         given: Names of arguments; or one dict or namespace of values; empty for all arguments.
         caller: The frame of the caller.
         ignore: Names to leave out; they need not be arguments.
@@ -161,7 +161,7 @@ def logged(owner: object) -> dict[str, Any]:
 def to_manifest(owner: object) -> dict[str, Any]:
     """Return an object's current hyper-parameters in JSON form; an empty dict if it has none.
 
-    Secrets are redacted, if their names leave no doubt: the object is made again from the others.
+    Secrets are redacted if their names leave no doubt; the object is recreated from the others.
 
     Raises:
         TypeError: A value that was set later is not plain data.
@@ -180,7 +180,7 @@ def to_manifest(owner: object) -> dict[str, Any]:
     arguments = parts["arguments"]
     lost = {kept.places[name] for name in kept.places.keys() - saved.keys()}
     for name in lost:
-        arguments.pop(name, None)  # a dict of which a part is lost
+        arguments.pop(name, None)  # a dict with a part that is not saved
     parts |= {"namespaces": sorted(kept.namespaces - lost), "unsaved": sorted(lost)}
     hidden = redact(arguments, certain=True)
     parts |= {"arguments": hidden, "others": redact(parts["others"], certain=True)}
@@ -205,7 +205,7 @@ def saved_arguments(saved: Any, where: object) -> dict[str, Any]:
             arguments[name] = Namespace(**arguments[name])
         for name in saved.get("masked", ()):
             del arguments[name]
-        set(saved.get("unsaved", ()))  # which `make` reads
+        set(saved.get("unsaved", ()))  # read by `make`
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"The hyper-parameters in {where} cannot be read: {error!r}."
@@ -224,7 +224,8 @@ def make(
         given: Arguments that override saved ones.
         where: The checkpoint, for error messages.
         strict: Raise if the class does not take a saved argument, unless `given` and the saved
-            arguments cover all of its own. False leaves such arguments out with a warning.
+            arguments cover all of the class's arguments. False leaves such arguments out with a
+            warning.
 
     Raises:
         TypeError: An argument is missing, or was redacted as a secret and is not given.
@@ -277,7 +278,7 @@ def _inits(owner: object, frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _arguments(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of an ``__init__`` by name; ``*args`` under the name ``*args``."""
+    """Return the arguments of an ``__init__`` by name; variadic ones under the name ``*args``."""
     info = inspect.getargvalues(frame)
     values = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
     if info.varargs and info.locals.get(info.varargs):
@@ -347,7 +348,7 @@ def _all_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of those values that are plain data."""
+    """Return copies of the values that are plain data."""
     plain = {}
     for name, value in values.items():
         wrong: dict[str, Any] = {}
@@ -367,7 +368,7 @@ def _plain(value: Any, place: str, wrong: dict[str, Any]) -> Any:
     if isinstance(value, np.generic) and type(value.item()) in _LEAVES:
         return value.item()
     if isinstance(value, Enum) and isinstance(value, (str, int, float)):
-        return _plain(value.value, place, wrong)  # the member compares equal to it
+        return _plain(value.value, place, wrong)  # a member compares equal to its value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
@@ -376,7 +377,7 @@ def _plain(value: Any, place: str, wrong: dict[str, Any]) -> Any:
             for key, item in value.items()
         }
     named = isinstance(value, tuple) and hasattr(value, "_fields")
-    # Other sequences are not converted: a dataset may be a sequence of its samples.
+    # Other sequences are not converted, since a dataset may be a sequence of its samples.
     listed = isinstance(value, (list, UserList)) or kind.__module__.startswith("omegaconf.")
     if named or listed or kind in (tuple, set, frozenset):
         items = [_plain(item, f"{place}[{index}]", wrong) for index, item in enumerate(value)]
@@ -388,15 +389,15 @@ def _plain(value: Any, place: str, wrong: dict[str, Any]) -> Any:
 class SavedConfiguration(Callback):
     """Writes the configuration of a fit to ``config.yaml`` in `project_dir`.
 
-    The file is that of the latest start. A different one of an earlier start is kept as
-    ``config.1.yaml`` and so on: a run may resume with another configuration.
+    The file is that of the latest start. A run may resume with another configuration, so a
+    different file of an earlier start is kept as ``config.1.yaml`` and so on.
 
     Args:
         text: The configuration, as YAML. Secrets in it are redacted.
     """
 
     def __init__(self, text: str) -> None:
-        import yaml  # which `import trainer` does not need
+        import yaml  # not needed for `import trainer`
 
         config = yaml.safe_load(text)
         if (shown := redact(config)) is not config:
@@ -404,7 +405,7 @@ class SavedConfiguration(Callback):
         self._text = text
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - a hook
-        """Write the file: the run has passed all checks, and nothing is trained yet."""
+        """Write the file, after the run has passed all checks and before training begins."""
         on_main(lambda: self._write(trainer.project_dir / "config.yaml"))
 
     def _write(self, file: Path) -> None:

@@ -99,8 +99,8 @@ class Interval:
     Attributes:
         every: How many of the unit.
         unit: The unit.
-        of_epochs: 0 counts through the whole run. Another number *n* counts anew in each epoch, in
-            every *n*-th epoch only; the unit is then batches (on each process), or epochs for a
+        of_epochs: 0 counts through the whole run. Another number *n* counts only in every *n*-th
+            epoch, and anew in each; the unit is then batches (on each process), or epochs for a
             fraction of the epoch's batches.
 
     Raises:
@@ -181,7 +181,7 @@ class Interval:
         """
         if self.of_epochs:
             return self._due_in_epoch(before, now)
-        if self.unit == "steps":  # a fast path, like the next one: called at every update
+        if self.unit == "steps":  # a fast path, like the next: called at every update
             return before.steps // self.every < now.steps // self.every
         if self.unit == "epochs" and self.every == 1:
             return before.epochs // 1 < now.epochs // 1

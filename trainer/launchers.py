@@ -1,4 +1,4 @@
-"""Accelerate's path of the launchers, see `trainer.launch.notebook`."""
+"""The launchers under accelerate's module path; see `trainer.launch.notebook`."""
 
 from trainer.launch.notebook import debug_launcher, notebook_launcher
 

@@ -1,4 +1,4 @@
-"""Local SGD: each process trains by itself, and the weights are averaged every few steps."""
+"""Local SGD: processes train independently, and their weights are averaged every few steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainer.checks import check_bools, check_counts, check_type
 
 
 class LocalSGD:
-    """A context in which processes average their weights every few steps, not their gradients.
+    """A context in which processes average weights every few steps, instead of gradients.
 
     Use it where communication is slow. See Stich, "Local SGD Converges Fast and Communicates
     Little", ICLR 2019.
 
-    Weights are averaged at the end of the block, too. Buffers and the state of optimizers are not.
-    With one process nothing is averaged.
+    Weights are also averaged at the end of the block. Buffers and optimizer states are not
+    averaged. With one process nothing is averaged.
 
     Example::
 
@@ -31,14 +31,14 @@ class LocalSGD:
                     local_sgd.step()
 
     Args:
-        accelerator: The `Accelerator` that has prepared the model.
+        accelerator: The `Accelerator` that prepared the model.
         model: The prepared model.
-        local_sgd_steps: The calls of `step` between two averages.
-        enabled: False trains as without the context.
+        local_sgd_steps: The number of `step` calls between two averages.
+        enabled: False disables the context.
 
     Raises:
         ValueError: `local_sgd_steps` is below 1.
-        NotImplementedError: The engine shards the model, or a library makes its updates, so that
+        NotImplementedError: The engine shards the model, or a library makes the updates, so that
             processes cannot train independently.
     """
 
@@ -73,13 +73,13 @@ class LocalSGD:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self.enabled and kind is None:  # after an error, others may not be here
+            if self.enabled and kind is None:  # after an error, other processes may not get here
                 self._average()
         finally:
             self._context.close()
 
     def step(self) -> None:
-        """Count a step, and average the weights if it is due; collective then."""
+        """Count a step, and average the weights if due; collective in that case."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

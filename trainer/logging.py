@@ -15,7 +15,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from 3.11 on
     """A logger whose records come from the main process, unless a call says otherwise.
 
-    Every logging method takes two more arguments:
+    Every logging method has two more arguments:
 
     - ``main_process_only=True``: False logs on every process.
     - ``in_order=False``: True, with ``main_process_only=False``, makes the processes log one after

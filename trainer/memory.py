@@ -49,7 +49,8 @@ def find_executable_batch_size(
         function: A function whose first argument is the batch size. None returns a decorator.
         starting_batch_size: The batch size of the first attempt.
         reduce_batch_size_fn: Called without arguments after an out-of-memory error; returns the
-            next size, 0 if there is none. By default, nine tenths of the last one, rounded down.
+            next size, or 0 if there is none. By default, nine tenths of the last size, rounded
+            down.
 
     Raises:
         TypeError: When called: the arguments do not fit `function`, for example because the batch

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 else:
 
     class _of_the_class(classmethod):
-        """A class method that raises if it is called on an instance, which it would not change."""
+        """A class method that raises if called on an instance, which it would not change."""
 
         def __get__(self, instance: Any, owner: Any = None) -> Any:
             bound = super().__get__(instance, owner)
@@ -73,10 +73,9 @@ class NoLogger:
 
 
 class TypeOfParameters:
-    """The `dtype` of a module: of its first parameter or buffer that is no integer.
+    """The `dtype` of a module: that of its first non-integer parameter or buffer.
 
-    Without such a tensor it is torch's default dtype. A module may set the attribute to another
-    value.
+    Without one, it is torch's default dtype. A module may set the attribute to another value.
     """
 
     def __get__(self, instance: nn.Module | None, owner: type) -> Any:
@@ -181,7 +180,7 @@ class TrainModule(nn.Module):
     def hparams(self) -> HyperParameters:
         """The hyper-parameters from `save_hyperparameters`: a dict whose items are also attributes.
 
-        A checkpoint stores their values at the time of the save.
+        A checkpoint stores the values at the time of the save.
         """
         return kept_by(self).values
 
@@ -356,7 +355,8 @@ class TrainModule(nn.Module):
             reduce: The reduction of several values: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             batch_size: The weight of the value in a mean. The default is `count_items` of the batch
                 or, in the hooks around an update, of the whole accumulation window.
-            logger: False: do not send it to trackers. ``metrics.jsonl`` and callbacks still get it.
+            logger: False does not send it to trackers; ``metrics.jsonl`` and callbacks still
+                receive it.
             add_dataloader_idx: With several loaders, append the loader's number to the name. With
                 False, loaders must log different names.
             **others: Further arguments of a LightningModule's ``log``. ``sync_dist`` has no effect
@@ -447,13 +447,13 @@ class TrainModule(nn.Module):
         """Create large submodules; called after ``setup``, before the model is prepared."""
 
     def count_items(self, batch: Any) -> float | Tensor:
-        """Return the number of items in a batch: what its loss is a mean over, by default samples.
+        """Return the number of items over which a batch's loss is a mean; by default its samples.
 
         Losses of micro-batches and processes are weighted by it. A language model should return the
         number of tokens in the loss.
 
-        If it is not overridden, it is not called: the loader's sampler knows the number of samples.
-        Only batches from your own ``collate_fn`` are inspected, because it may have dropped
+        If it is not overridden, it is not called, since the loader's sampler knows the number of
+        samples. Only batches of a custom ``collate_fn`` are inspected, because it may have dropped
         samples.
         """
         samples = count_samples(batch)
@@ -500,7 +500,7 @@ class TrainModule(nn.Module):
         """Called before the model is prepared; `stage` is fit, validate, test or predict."""
 
     def teardown(self, stage: str) -> None:
-        """Called at the end of a run, also after an error."""
+        """Called at the end of a run, even after an error."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader; called if none was passed to `fit`."""
@@ -520,7 +520,7 @@ class TrainModule(nn.Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` added; called before the weights are loaded."""
 
-    # A base class may override these three, so that hooks of checkpoints can change the weights.
+    # A base class may override these three, so that checkpoint hooks can change the weights.
 
     def _call_on_save_checkpoint(
         self,
@@ -533,13 +533,13 @@ class TrainModule(nn.Module):
         """Call the ``on_save_checkpoint`` hooks of the callbacks and of the module.
 
         Args:
-            checkpoint: What the hooks are given.
-            hooks: Calls them; with `weights_only` the module's alone.
+            checkpoint: The dict passed to the hooks.
+            hooks: Calls the hooks; with `weights_only` only the module's.
             weights: Returns the weights that will be saved and, if they differ, the trained ones.
-            weights_only: Whether nothing but weights is saved.
+            weights_only: Whether only weights are saved.
 
         Returns:
-            What is saved of `checkpoint`, and the weights to save in place of `weights`, if any.
+            The part of `checkpoint` to save, and weights to save instead of `weights`, if any.
         """
         if weights_only:
             return {}, None
@@ -549,10 +549,10 @@ class TrainModule(nn.Module):
     def _call_on_load_checkpoint(
         self, saved: Mapping[str, Any], weights: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Call `on_load_checkpoint`; return what it was given, and the weights to load.
+        """Call `on_load_checkpoint`; return the dict passed to it, and the weights to load.
 
         Args:
-            saved: What the ``on_save_checkpoint`` hooks have added.
+            saved: The values added by the ``on_save_checkpoint`` hooks.
             weights: The weights of the checkpoint.
         """
         checkpoint = dict(saved)
@@ -625,7 +625,7 @@ class TrainModule(nn.Module):
         """Restore the ``requires_grad`` flags from before `toggle_optimizer`.
 
         Args:
-            optimizer: Ignored, as only one can be toggled; Lightning requires the argument.
+            optimizer: Ignored, since only one can be toggled; Lightning requires the argument.
         """
         for parameter in self.__dict__.pop("_toggled", ()):
             parameter.requires_grad_(True)
@@ -692,13 +692,13 @@ class TrainModule(nn.Module):
         outputs: Any,
         micro_batches: int,
     ) -> Any:
-        """Return what `on_train_batch_end` gets of the outputs of `training_step`."""
+        """Return the outputs of `training_step` to pass to `on_train_batch_end`."""
         return detach(outputs)
 
     # -- the parts of an update, for a module that overrides them ---------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; override it to change how.
+        """Run the backward pass; override it to change this.
 
         The loss is already scaled for the accumulation window and for fp16. `manual_backward` calls
         this hook too.
@@ -781,8 +781,8 @@ class TrainModule(nn.Module):
     def on_train_epoch_start(self) -> None:
         """Before an epoch's first accumulation window; not again if a run resumes inside it.
 
-        See `callbacks.Callback.on_train_epoch_start`, which also lists what a checkpoint stores of
-        its effects.
+        See `callbacks.Callback.on_train_epoch_start`, which also lists the effects that a
+        checkpoint stores.
         """
 
     def on_train_epoch_end(self) -> None:
@@ -805,7 +805,7 @@ class TrainModule(nn.Module):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After a micro-batch; for the last micro-batch of a window, after the optimizer step.
 
-        `outputs` is what `training_step` returned, detached.
+        `outputs` is the detached result of `training_step`.
         """
 
     def on_before_backward(self, loss: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Names of a module's parts as its user gave them, without those that wrappers of torch add.
+"""The user's names of a module's parts, without the prefixes that torch wrappers add.
 
 A wrapper may sit anywhere: ``self.net = torch.compile(net)`` makes ``net.weight`` known to torch as
 ``net._orig_mod.weight``, and `DistributedDataParallel` as ``net.module.weight``.
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-EXTRA_STATE = "_extra_state"  # the last part of the key of what get_extra_state gives
+EXTRA_STATE = "_extra_state"  # last part of the key of a `get_extra_state` result
 COMPILED = "_orig_mod"  # the child under which torch.compile(module) holds the module
 WRAPPED_AS = (COMPILED, "module")  # all names of such children; the latter may be a user's too
 
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 def is_compile_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is what ``torch.compile(module)`` returns."""
-    loaded = sys.modules.get("torch._dynamo.eval_frame")  # anything compiled has imported it
+    """Return whether a module is a result of ``torch.compile(module)``."""
+    loaded = sys.modules.get("torch._dynamo.eval_frame")  # imported once anything is compiled
     return loaded is not None and isinstance(module, loaded.OptimizedModule)
 
 
@@ -46,10 +46,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def bare_names(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Rename what torch has named by its place in a module to the user's own names.
+    """Rename items named by torch, by their place in a module, to the user's own names.
 
     Args:
-        module: The user's; wrappers may be inside it, or it may be one.
+        module: The user's module, which may contain wrappers or be one.
         named: Names and values, for example of ``module.named_parameters()``, ``named_modules()``
             (where a wrapper and what it wraps get the same name) or ``state_dict().items()``.
 
@@ -70,7 +70,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks of a module, ours or accelerate's, in order; see `add_hook_to_module`."""
 
     def single(hook: Any) -> list[Any]:
-        inside = getattr(hook, "hooks", None)  # accelerate's sequences contain each other
+        inside = getattr(hook, "hooks", None)  # accelerate's hook sequences can be nested
         return [hook] if inside is None else [each for part in inside for each in single(part)]
 
     hook = vars(module).get("_hf_hook")
@@ -78,7 +78,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def with_offloaded(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Replace entries on the meta device by the values that hooks of accelerate keep elsewhere.
+    """Replace entries on the meta device by the values that offloading hooks keep elsewhere.
 
     Args:
         module: A module of which parts may be offloaded, for example by ``from_pretrained``.
@@ -101,7 +101,7 @@ def bare_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return ``module.state_dict()`` under the user's own names."""
     state = with_offloaded(module, module.state_dict())
     bare = OrderedDict(bare_names(module, state.items()))
-    # What `load_state_dict` reads: the version of each part's format.
+    # Keep the metadata for `load_state_dict`: the version of each part's format.
     versions = getattr(state, "_metadata", {})
     vars(bare)["_metadata"] = OrderedDict(bare_names(module, versions.items()))
     return bare

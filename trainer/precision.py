@@ -75,10 +75,10 @@ class Scaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale gradients; of sharded ones, an overflow on any process counts on all.
+        """Unscale gradients; an overflow of sharded ones on any process counts on all.
 
-        Torch's own method asks only the processes that share the first gradient, and takes no
-        gradients of several meshes.
+        Torch's own method checks only the processes that share the first gradient, and does not
+        support gradients of several meshes.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         unscale: Any = super()._unscale_grads_  # private; there is no public hook
@@ -144,8 +144,8 @@ class Precision:
         autocasts: Whether the forward pass runs under autocast. It may be set, unless the mode is
             ``"no"``.
         scales: Whether losses are scaled and updates with overflowed gradients are skipped.
-        dtype: What `convert` converts modules to, and steps create floating-point tensors in; None
-            leaves both as they are. It may be set if the mode is ``"no"``.
+        dtype: The dtype to which `convert` converts modules, and of new floating-point tensors in
+            steps; None leaves both unchanged. It may be set if the mode is ``"no"``.
 
     Raises:
         ValueError: The device does not support the mode.
@@ -228,7 +228,8 @@ class Precision:
     def convert(self, module: nn.Module) -> None:
         """Convert a module to `dtype`, or its layers to 8 bits if the mode is ``"fp8"``; in place.
 
-        Parameters stay the same objects under the same names; a converted module is left as it is.
+        Parameters stay the same objects under the same names; a module that was already converted
+        is unchanged.
         """
         if self.dtype is not None:
             module.to(self.dtype)
@@ -239,7 +240,7 @@ class Precision:
         """Use another scaler from the next backward on; None scales no losses.
 
         Raises:
-            TypeError: It is not a ``GradScaler``.
+            TypeError: `scaler` is not a ``GradScaler``.
         """
         if not isinstance(scaler, (torch.amp.GradScaler, type(None))):
             raise TypeError(f"scaler is {scaler!r}; it must be a torch.amp.GradScaler or None.")
@@ -383,9 +384,9 @@ class Precision:
         return bool(made)
 
     def skip_step(self, optimizer: Optimizer) -> None:
-        """Count an update that the user's code has not made as one with the current scale.
+        """Count an update that the user's code skipped as one with the current scale.
 
-        Otherwise the next gradients would be taken for unscaled ones.
+        Otherwise the next gradients would be treated as unscaled.
         """
         if self.scaler is not None and id(optimizer) in self._unscaled:
             self.scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED

@@ -119,7 +119,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def _local_state() -> dict[str, Any]:
-    """Like `rng_state`, but of the devices only the current one, from which code usually draws."""
+    """Like `rng_state`, but with only the current device, from which code usually draws."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
@@ -133,7 +133,7 @@ def _local_state() -> dict[str, Any]:
 
 
 def load_rng_state(state: dict[str, Any]) -> None:
-    """Restore the generators to the states that `rng_state` returned."""
+    """Restore the generators to states returned by `rng_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"])
@@ -209,19 +209,19 @@ def _from_main(state: torch.Tensor) -> torch.Tensor:
     return shared.cpu()
 
 
-# Generators that libraries keep besides: functions that return and that load their states.
+# Generators of libraries: functions that return and that load their states.
 _OF_LIBRARIES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
 
 
 def register_generators(
     library: str, state: Callable[[], Any], load_state: Callable[[Any], object]
 ) -> None:
-    """Let `isolated_rng` restore the generators of a library, too.
+    """Make `isolated_rng` also restore the generators of a library.
 
     Args:
-        library: Its name.
-        state: Returns the states of its generators, which later draws do not change.
-        load_state: Takes what `state` returned.
+        library: The library's name.
+        state: Returns a copy of the states of its generators.
+        load_state: Restores the result of `state`.
     """
     _OF_LIBRARIES[library] = state, load_state
 
@@ -231,14 +231,14 @@ def isolated_rng(seed: int | None = None, *, libraries: bool = True) -> Iterator
     """Save the states of the global generators, and restore them after the block.
 
     Of torch's generators, these are the CPU generator and, if it is initialised, that of the
-    current device. A device that is initialised in the block is seeded afterwards as if it had been
-    initialised after the block.
+    current device. If a device is initialised in the block, it is seeded afterwards as if it had
+    been initialised after the block.
 
     Args:
         seed: The seed for the generators inside the block; None keeps their states. Do not call
             `seed_generators` in the block: it seeds devices that are not restored.
-        libraries: Whether the generators of libraries are restored, see `register_generators`; the
-            seed is not theirs.
+        libraries: Whether the generators of libraries are restored, see `register_generators`; they
+            are not seeded.
     """
     put_back = isolate_rng(seed, libraries=libraries)
     try:
@@ -259,7 +259,7 @@ def isolate_rng(seed: int | None = None, *, libraries: bool = True) -> Callable[
         if libraries:
             for state, load_state in _OF_LIBRARIES.values():
                 again.append(partial(load_state, state()))
-        again.append(isolate_devices(seed))  # restored last of torch's: needs torch's seed
+        again.append(isolate_devices(seed))  # restored last of torch's, since it needs torch's seed
         again.append(isolate_torch(seed))
         again.append(isolate_python(seed))
         again.append(isolate_numpy(seed))

@@ -18,7 +18,7 @@ _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 def dumps(
     value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None
 ) -> str:
-    """Return a value as ASCII JSON; for the arguments, see `json.dumps` and `to_json`."""
+    """Return a value as ASCII JSON; see `json.dumps` and `to_json` for the arguments."""
     return json.dumps(to_json(value, default), indent=indent, allow_nan=False)
 
 
@@ -27,15 +27,15 @@ def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> Any:
 
     Non-finite floats become the texts "NaN", "Infinity" and "-Infinity", and integers of more than
     64 bits become texts of their digits. Tensors and arrays of one element become numbers, longer
-    ones lists. Keys become strings. Lone surrogates in strings, as in file names that are not
-    UTF-8, are escaped.
+    ones lists. Keys become strings. Lone surrogates in strings, which occur in file names that are
+    not UTF-8, are escaped.
 
     Args:
         value: the value.
         default: called with a value of any other type; its result is converted instead.
 
     Raises:
-        TypeError: a value has another type, and there is no `default`.
+        TypeError: a value has another type, and `default` is not given.
     """
     value = python_number(value)
     if isinstance(value, str):

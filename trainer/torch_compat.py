@@ -1,7 +1,7 @@
-"""What older releases of torch lack, down to 2.9: each function says which release has it.
+"""Features that torch releases back to 2.9 lack; each function says which release has it.
 
-No other module compares versions of torch. What cannot be bridged is refused by name where it is
-used.
+No other module compares torch versions. Features that cannot be emulated raise an error where they
+are used.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     )
     from torch.distributed.tensor.parallel import ParallelStyle
 else:
-    _Agent = object  # torch's launcher has many modules, and only launchers need them
+    _Agent = object  # torch's launcher imports many modules that only launchers need
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that torch's agent handles by default
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # handled by torch's agent by default
 
 
 def ddp_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of DDP, with the name that `broadcast_buffers` has from torch 2.13."""
+    """Return the arguments of DDP, with the name of `broadcast_buffers` since torch 2.13."""
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     if "forward_sync_buffers" not in known:
         return arguments
@@ -40,7 +40,7 @@ def ddp_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def fsdp_groups(unit: Any) -> list[Any]:
-    """Return torch's records of an FSDP2 unit: several are possible from torch 2.12."""
+    """Return torch's records of an FSDP2 unit; there may be several since torch 2.12."""
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -50,8 +50,8 @@ def fsdp_groups(unit: Any) -> list[Any]:
 def reduce_unused_parameters(unit: Any) -> None:
     """Make an FSDP2 unit reduce zeros for parameters without a gradient.
 
-    Processes that take different branches then reduce the same tensors. From torch 2.12 it is
-    ``set_reduce_scatter_unused_params``.
+    Processes that take different branches then reduce the same tensors. Since torch 2.12,
+    ``set_reduce_scatter_unused_params`` does this.
     """
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         unit.set_reduce_scatter_unused_params(True)
@@ -78,7 +78,7 @@ class _PostBackward:
 
 
 def parallelize_module(layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    """Split a layer; frozen parameters stay frozen, which torch 2.9 forgets."""
+    """Split a layer; frozen parameters stay frozen, unlike in torch 2.9."""
     from torch.distributed.tensor import parallel
 
     frozen = [name for name, parameter in layer.named_parameters() if not parameter.requires_grad]
@@ -88,10 +88,10 @@ def parallelize_module(layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle)
 
 
 def check_pipelining() -> None:
-    """Check that torch can cut a model into pipeline stages.
+    """Check that torch can split a model into pipeline stages.
 
     Raises:
-        NotImplementedError: It is older than 2.12, whose ``torch.export`` fails at the models'
+        NotImplementedError: torch is older than 2.12; its ``torch.export`` fails for models'
             buffers.
     """
     if TorchVersion(torch.__version__) < "2.12":
@@ -101,23 +101,23 @@ def check_pipelining() -> None:
 
 
 def free_device_memory(index: int) -> int:
-    """Return the free bytes of an accelerator; ``torch.accelerator`` says it from torch 2.10."""
+    """Return the free bytes of an accelerator; ``torch.accelerator`` has this since torch 2.10."""
     if hasattr(torch.accelerator, "get_memory_info"):
         return int(torch.accelerator.get_memory_info(index)[0])
     return int(torch.get_device_module().mem_get_info(index)[0])
 
 
 def register_fake_collectives() -> None:
-    """Let collectives run on tensors without values; torch does it by itself from 2.10."""
+    """Make collectives run on tensors without values; torch does this itself since 2.10."""
     if TorchVersion(torch.__version__) < "2.10":
         import_module("torch.distributed._tools.fake_collectives")
 
 
 def clear_sharding_cache() -> None:
-    """Forget results that DTensor keeps by equal meshes; there is no public name."""
+    """Clear results that DTensor caches by mesh equality; there is no public function."""
     from torch.distributed.tensor import debug
 
-    if hasattr(debug, "_clear_sharding_prop_cache"):  # from torch 2.10
+    if hasattr(debug, "_clear_sharding_prop_cache"):  # since torch 2.10
         debug._clear_sharding_prop_cache()
         return
     from torch.distributed.tensor import DTensor
@@ -126,15 +126,16 @@ def clear_sharding_cache() -> None:
 
 
 class ElasticAgent(_Agent):
-    """Base of a ``LocalElasticAgent`` with ``shutdown_timeout``, which torch has from 2.12.
+    """Base of a ``LocalElasticAgent`` with ``shutdown_timeout``, which torch has since 2.12.
 
-    Earlier ones kill the processes 30 seconds after a signal, also those that are saving. Before
-    2.10 they do not read ``TORCHELASTIC_SIGNALS_TO_HANDLE`` either.
+    Earlier agents kill the processes 30 seconds after a signal, even while they save. Before 2.10
+    they do not read ``TORCHELASTIC_SIGNALS_TO_HANDLE`` either.
 
     Args:
         *args: Arguments of torch's agent.
-        shutdown_timeout: Seconds that processes have to save after a signal.
-        signals: The names of the signals that end the processes, as in that variable.
+        shutdown_timeout: Seconds for processes to save after a signal.
+        signals: The names of the signals that end the processes, as in
+            ``TORCHELASTIC_SIGNALS_TO_HANDLE``.
         **kwargs: Arguments of torch's agent.
     """
 
@@ -157,7 +158,7 @@ class ElasticAgent(_Agent):
         return started
 
     def _stop_workers(self, worker_group: Any) -> None:  # noqa: ARG002 - torch's interface
-        self._shutdown(timeout=30)  # of a restart; the agent's own end is patient
+        self._shutdown(timeout=30)  # for a restart; the agent's own shutdown waits longer
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
@@ -168,7 +169,7 @@ class ElasticAgent(_Agent):
             return
         processes = self._pcontext
         try:
-            self._pcontext = None  # which torch would end after 30 seconds
+            self._pcontext = None  # torch would kill its processes after 30 seconds
             super()._shutdown(death_sig)
         finally:
             self._pcontext = processes
@@ -184,7 +185,7 @@ def _handle_signals(names: Sequence[str], before: dict[str, Any]) -> None:
         raise SignalException(f"The launcher got {found.name}", sigval=found)
 
     for name, handler in before.items():
-        if handler is not None:  # which was not installed from Python
+        if handler is not None:  # None: not installed from Python
             signal.signal(getattr(signal, name), handler)
     for name in names:
         signal.signal(getattr(signal, name), end)

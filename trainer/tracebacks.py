@@ -1,4 +1,4 @@
-"""Tracebacks of errors that leave the Trainer: the user's frames, not those between them."""
+"""Tracebacks of errors that leave the Trainer, reduced to the user's frames."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class HiddenFrames:
     """Removes the frames of Cadence from the tracebacks of errors that leave its block.
 
     The frames through which torch calls the user's code for Cadence are removed, too: those of
-    DDP's forward pass, of a backward pass or of a loader. The innermost frame always stays, so an
-    error that Cadence raises shows where. Other errors get a note with the number of hidden
-    frames, which ``CADENCE_FULL_TRACEBACK=1`` shows. Python
-    3.10 shows all frames: there a context manager cannot replace the traceback of its error.
+    DDP's forward pass, of a backward pass or of a loader. The innermost frame always stays, so that
+    an error raised by Cadence shows its origin. Other errors get a note with the number of hidden
+    frames, which ``CADENCE_FULL_TRACEBACK=1`` shows. Python 3.10 shows all frames: there a context
+    manager cannot replace the traceback of its error.
 
     Args:
-        where: Returns where in the run the error occurred, for the note; may be empty.
+        where: Returns the position in the run at which the error occurred, for the note; may be
+            empty.
     """
 
     def __init__(self, where: Callable[[], str] = str) -> None:
@@ -43,7 +44,7 @@ class HiddenFrames:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Shorten the tracebacks of the error and of those that it was raised from."""
+        """Shorten the tracebacks of the error and of its causes."""
         hidden = sum(map(shorten, _chain(error)))
         if (
             error is not None
@@ -59,7 +60,7 @@ class HiddenFrames:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from, or while handling them."""
+    """Yield an error, its causes, and the errors that were being handled when it was raised."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:
@@ -74,7 +75,7 @@ def shorten(error: BaseException) -> int:
     """Remove the frames of Cadence from a traceback, except the innermost; see `HiddenFrames`.
 
     Returns:
-        How many; 0 if Cadence has raised the error itself.
+        The number of removed frames; 0 if Cadence itself raised the error.
     """
     if read_flag(FULL):
         return 0
@@ -84,7 +85,7 @@ def shorten(error: BaseException) -> int:
         entries.append(entry)
         entry = entry.tb_next
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
-    # What failed inside torch stays, even where Cadence has called it.
+    # Frames of a failure inside torch stay, even if Cadence called torch.
     last = max((n for n, file in enumerate(files) if not file.startswith(_TORCH)), default=0)
     ours: list[bool] = []
     for number, file in enumerate(files):

@@ -1,4 +1,4 @@
-"""Experiment trackers of the `Accelerator`: its `log_with` argument, for the user's own loop."""
+"""Experiment trackers of the `Accelerator` (its `log_with` argument), for custom loops."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def on_main_process(method: Callable[..., _T]) -> Callable[..., _T | None]:
 
 
 class RunTrackers:
-    """The trackers that `log_with` names, from `init_trackers` to `end_training`.
+    """The trackers given by `log_with`, from `init_trackers` to `end_training`.
 
-    Each tracker runs on a thread of its own (see `trackers.BackgroundTracker`). So no call here
-    waits for a disk or a network, and an error of a tracker is logged once and does not stop the
-    run. A tracker runs on the main process, or on every process if its `main_process_only` is
-    False. Other processes have a `NullTracker` instead.
+    Each tracker runs on a separate thread (see `trackers.BackgroundTracker`). So no call here waits
+    for a disk or a network, and an error of a tracker is logged once and does not stop the run. A
+    tracker runs on the main process, or on every process if its `main_process_only` is False. Other
+    processes have a `NullTracker` instead.
 
     Trackers that are still running when the interpreter exits, or when this object is
     garbage-collected, are finished then. Their runs are marked as failed if an error ended the
@@ -72,7 +72,7 @@ class RunTrackers:
 
     Attributes:
         log_with: The selected trackers, as instances and classes.
-        logging_dir: The directory as given; it may be changed until `init_trackers`.
+        logging_dir: The directory; it may be changed until `init_trackers`.
 
     Raises:
         TypeError: An entry of `log_with` is not a tracker.
@@ -87,7 +87,7 @@ class RunTrackers:
     ) -> None:
         self.log_with = select_trackers(log_with, logging_dir=logging_dir)
         self.logging_dir = logging_dir
-        if not self.log_with and log_with:  # "all", with none installed
+        if not self.log_with and log_with:  # "all", but none is installed
             warnings.warn(
                 f"log_with={log_with!r} was passed, but no supported tracker is installed: nothing "
                 "will be recorded.",
@@ -123,7 +123,7 @@ class RunTrackers:
             RuntimeError: Trackers are still running; or, on another process, the main process
                 failed in this call.
             TypeError: An argument has the wrong type.
-            ValueError: `project_name` leads out of the logging directory.
+            ValueError: `project_name` points outside the logging directory.
             OSError: The logging directory cannot be created.
             Exception: The constructor of a tracker failed; its error is raised unchanged.
         """

@@ -89,7 +89,7 @@ from trainer.rng import deterministic, set_seed
 from trainer.tracebacks import HiddenFrames
 
 logger = module_logger(__name__)
-_OF_THE_ACCELERATOR = (  # arguments for a new one
+_OF_THE_ACCELERATOR = (  # arguments for a new accelerator
     "mixed_precision",
     "cpu",
     "dataloader_config",
@@ -127,9 +127,9 @@ class Trainer:
     Args:
         max_epochs: Stop after this many epochs. `fit` needs one of `max_epochs`, `max_steps` and
             `max_time`.
-        min_epochs: Do not stop before this many epochs, even if a callback asks to.
+        min_epochs: Do not stop before this many epochs, even if a callback requests it.
         max_steps: Stop after this many updates.
-        min_steps: Do not stop before this many updates, even if a callback asks to.
+        min_steps: Do not stop before this many updates, even if a callback requests it.
         max_time: Stop at the first update after this time: ``"30 minutes"``, ``"00:12:00:00"``
             (days, hours, minutes, seconds), a ``timedelta``, or its arguments as a dict. Without
             `max_epochs` and `max_steps`, it is the length of the whole run, added up over restarts.
@@ -146,8 +146,8 @@ class Trainer:
         limit_predict_batches: The same for each prediction loader.
         overfit_batches: Train and validate on only this many batches of each loader: the first,
             unshuffled.
-        reload_dataloaders_every_n_epochs: Get new training and validation loaders from the module
-            or the `DataModule` at the beginning of every n-th epoch; 0 for never. A run that
+        reload_dataloaders_every_n_epochs: Request new training and validation loaders from the
+            module or the `DataModule` at the beginning of every n-th epoch; 0 for never. A run that
             resumes inside an epoch creates them again, with the `current_epoch`, `global_step` and
             RNG states of the original call and the datamodule's state from the checkpoint.
         fast_dev_run: Run this many batches (True is 1) of every loader on each process and write no
@@ -180,18 +180,18 @@ class Trainer:
         project_dir: The folder of checkpoints, ``metrics.jsonl`` and trackers' files. A relative
             path is resolved against the working directory when the Trainer is created. None creates
             a new folder under ``runs/`` for each Trainer.
-        progress_bar: Show a progress bar on the main process. If the output is a log file, it is
-            one line per epoch.
+        progress_bar: Show a progress bar on the main process. In a log file, it is one line per
+            epoch.
         callbacks: Called in this order, except that callbacks that save checkpoints come last.
         profile: ``"simple"`` prints a table at the end of a fit, validation, test or prediction:
-            the time of each part, which add up to the total, and advice for the largest part. It is
-            also written to ``profile-<stage>.json`` in `project_dir`. Times are those of rank 0,
-            measured on CUDA with events in the device's stream, without synchronising, and
+            the times of all parts, which add up to the total, and advice for the largest part. It
+            is also written to ``profile-<stage>.json`` in `project_dir`. Times are rank 0's. On
+            CUDA they are measured with events in the device's stream, without synchronising;
             elsewhere with the host's clock. `ProfileKwargs` profiles each process with torch's
             profiler, as `Accelerator.profile` does. A step of its schedule is an update, or a batch
             of an evaluation. Without `output_trace_dir` or `on_trace_ready`, traces are written to
             ``profile-<stage>`` in `project_dir`.
-        barebones: Disable everything optional, to measure the training alone: progress bar,
+        barebones: Disable everything optional, to measure training alone: progress bar,
             checkpoints, trackers, ``metrics.jsonl``, the sanity check, the check of `non_finite`,
             and `self.log` in training. No files are written. The trained weights are the same as
             without it. Arguments that enable or configure these parts raise an error: `callbacks`,
@@ -352,14 +352,14 @@ class Trainer:
         )
 
     def _begin(self) -> None:
-        """Begin without a run."""
+        """Initialise the state without a run."""
         self._counters = Counters()
         self._run: Run | None = None  # the current run
         self._fit: FitRun | None = None  # the latest fit, perhaps finished
         self._fit_loaders: FitLoaders | None = None  # of the latest fit
         self._recorder: Recorder | None = None
         self._stop_requested = False
-        self._failed_in = ""  # the position of an error in a fit
+        self._failed_in = ""  # the position at which a fit failed
         self._datamodule: Any = None
         self._module: TrainModule | None = None
 
@@ -482,7 +482,7 @@ class Trainer:
             chosen, weights = setup.choose_start(stage, ckpt_path)
             begun = self._begin_counters() if chosen is None else Counters()
             origin = loaders.begin(chosen, begun)
-            # For the hooks.
+            # Set for the hooks.
             self._counters = replace(begun, epoch=origin.epoch, global_step=origin.step)
             val_iterators = loaders.make()
             self._fit_loaders = loaders
@@ -544,7 +544,7 @@ class Trainer:
         *,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
-        """Test a module on every sample once.
+        """Test a module on every sample exactly once.
 
         Args:
             module: Defines the step.
@@ -630,9 +630,9 @@ class Trainer:
             weights_only: Save only the weights; a run cannot resume from them.
             background: Return once the state is copied to host memory, and write it while training
                 continues. One save runs at a time; the next save and the end of `fit` wait for it.
-            required: True: a failure to write ends the run. False: it is logged.
-            links: Names of symlinks. True: the link points to the checkpoint once it is committed.
-                False: the link is removed if its target no longer exists.
+            required: If True, a failure to write ends the run. If False, it is logged.
+            links: Symlinks by path. True points the link to the checkpoint once it is committed;
+                False removes the link if its target no longer exists.
             displaces: Checkpoints to remove after the commit.
 
         Returns:
@@ -673,7 +673,7 @@ class Trainer:
             return target
         if run.world_size > 1:
             check_collective("save_checkpoint")
-            if not self._context.project.on_each_node:  # where paths may differ
+            if not self._context.project.on_each_node:  # machines may use different paths
                 check_checkpoint_names(target.name)
         with run.timing.part(SAVING):
             saved = save_run(
@@ -686,7 +686,7 @@ class Trainer:
                     mirror=run.saving.mirrors.get(target.parent),
                 ),
                 weights_only=weights_only,
-                background=background and self._run is run,  # after the fit nothing waits for it
+                background=background and self._run is run,  # nothing waits for it after the fit
                 required=required,
             )
         return target if saved else None
@@ -914,7 +914,7 @@ class Trainer:
 
     @property
     def logged_metrics(self) -> dict[str, float]:
-        """The part of `callback_metrics` that trackers get: none logged with ``logger=False``."""
+        """The part of `callback_metrics` sent to trackers, without values with ``logger=False``."""
         private: set[str] = set() if self._recorder is None else self._recorder.private
         return {name: value for name, value in self.callback_metrics.items() if name not in private}
 
@@ -963,7 +963,7 @@ class Trainer:
         return self._run.metrics
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied.
+        """Raise an error, since a Trainer cannot be pickled or copied.
 
         Raises:
             TypeError: Always.
@@ -1108,7 +1108,7 @@ class Trainer:
                 "gradient_accumulation_steps cannot be set in manual optimisation, where "
                 "training_step decides when to step."
             )
-        replace(self._context.settings, gradient_accumulation_steps=steps)  # validates it
+        replace(self._context.settings, gradient_accumulation_steps=steps)  # validates the value
         run.optim.accumulate(steps)
 
     def accumulation_in(self, epoch: int) -> int:

@@ -30,7 +30,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     `function` is applied to its data and indices.
 
     Args:
-        function: Takes a leaf and returns its replacement.
+        function: Called with a leaf; returns its replacement.
         tree: The nested containers; they are not changed. See `rebuild` for how they are copied.
     """
     if isinstance(tree, PackedSequence):  # torch needs batch_sizes on the host
@@ -166,8 +166,8 @@ def send_to_device(
         tensor: The nested containers; they are not changed.
         device: The target device.
         non_blocking: Do not wait for copies from pinned memory; default False. It is passed to
-            every ``.to`` method that accepts it. Copies to MPS are waited for all the same: torch
-            would read the memory of a tensor that is gone.
+            every ``.to`` method that accepts it. Copies to MPS are always waited for, since torch
+            might read the memory of a freed tensor.
         skip_keys: Keys of mappings and fields of dataclasses whose values are not moved, at any
             depth.
     """
@@ -240,14 +240,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class LocalShards:
-    """The parts of a tensor that this process holds, where no ``DTensor`` describes them.
+    """This process's parts of a tensor that is not sharded as a ``DTensor``.
 
     Args:
         shape: The shape of the whole tensor.
         dtype: Its dtype.
-        device: Where `full_tensor` gathers it.
+        device: The device on which `full_tensor` gathers it.
         shards: The offsets of each part in the whole tensor, and its values.
-        saved: Whether this process saves them: others that hold the same do not.
+        saved: Whether this process saves them; of several processes with the same parts, one does.
     """
 
     layout = torch.strided
@@ -269,11 +269,11 @@ class LocalShards:
         return self.shape.numel()
 
     def detach(self) -> LocalShards:
-        """Return itself: no graph leads to its values."""
+        """Return itself, since its values have no graph."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, as by ``torch.save``: a part without the others is of no use.
+        """Raise when pickled, for example by ``torch.save``: a part alone is of no use.
 
         Raises:
             TypeError: Always.
@@ -289,16 +289,16 @@ class LocalShards:
         for offsets, values in self.shards if self.saved else ():
             region_of(whole, offsets, values.shape).copy_(values)
         if whole.numel():
-            torch.distributed.all_reduce(as_bytes(whole))  # the bits: exact for any dtype
+            torch.distributed.all_reduce(as_bytes(whole))  # summed as bytes: exact for any dtype
         return whole
 
 
 def shards_of_range(
     shape: Sequence[int], values: Tensor, start: int
 ) -> list[tuple[list[int], Tensor]]:
-    """Return consecutive values of a flattened tensor as parts of the tensor: views with offsets.
+    """Return consecutive values of a flattened tensor as parts of the tensor (views with offsets).
 
-    Whole rows are one part, and those before and after them are divided likewise.
+    Whole rows are one part; values before and after them are divided recursively.
 
     Args:
         shape: The shape of the whole tensor.
@@ -342,10 +342,10 @@ def local_parts(tensor: Any) -> Sequence[tuple[list[int], Tensor]]:
 def local_part(tensor: Any) -> tuple[list[int], Tensor]:
     """Return the offsets and the values of this process's part of a ``DTensor``.
 
-    The dimensions of the mesh split a tensor in turn, each into parts as ``torch.chunk`` makes
-    them. One that FSDP has split after tensor parallelism (``_StridedShard``) comes last. Torch's
-    own answer, ``__create_chunk_list__``, is wrong for some sizes that both split and none divides,
-    such as 9 rows on 4 x 2 processes.
+    The mesh dimensions split a tensor in turn, each like ``torch.chunk``. A dimension that FSDP
+    splits after tensor parallelism (``_StridedShard``) comes last. Torch's
+    ``__create_chunk_list__`` is wrong for some sizes that are split by both and divisible by
+    neither, such as 9 rows on 4 x 2 processes.
     """
     local = part_here(tensor)
     mesh = tensor.device_mesh
@@ -372,8 +372,8 @@ def region_of(tensor: Any, offsets: Sequence[int], shape: Sequence[int]) -> Tens
 
 
 def fill_(target: Any, source: Any) -> None:
-    """Copy a tensor into another one, which may be sharded where the first is whole."""
-    if isinstance(source, LocalShards):  # which is divided as the target is
+    """Copy a tensor into another one, which may be sharded even if the first is whole."""
+    if isinstance(source, LocalShards):  # divided like the target
         for (_, local), (_, values) in zip(local_parts(target), source.shards, strict=True):
             local.copy_(values)
         return
@@ -387,9 +387,9 @@ def fill_(target: Any, source: Any) -> None:
 
 @torch.no_grad()
 def part_here(tensor: Tensor) -> Tensor:
-    """Return this process's part of a sharded tensor, in the same memory; others as they are."""
+    """Return this process's part of a sharded tensor, in the same memory; others unchanged."""
     part: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if hasattr(part, "fsdp_pre_all_gather"):  # torchao's, around a plain tensor
+    if hasattr(part, "fsdp_pre_all_gather"):  # torchao's wrapper around a plain tensor
         part = getattr(part, part.__tensor_flatten__()[0][0])
     whole: Tensor = part
     return whole
@@ -399,7 +399,7 @@ def gathered(tensor: Any) -> Tensor:
     """Return the whole tensor on all processes; collective for a sharded one."""
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]  # a plain tensor
-    # Torch warns that sums over two dimensions of a mesh are rounded; here nothing is summed.
+    # Torch warns that sums over two dimensions of a mesh are rounded; but nothing is summed here.
     log = logging.getLogger("torch.distributed.tensor._redistribute")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -433,7 +433,7 @@ def start_copy_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
     """Start to copy a tensor on an accelerator to host memory.
 
     Returns:
-        The copy, and an event; the values are there once the event has been waited for.
+        The copy, and an event; wait for the event before reading the values.
     """
     # Into pageable memory, CUDA would make the host wait.
     pinned = tensor.device.type in ("cuda", "xpu")
@@ -445,7 +445,7 @@ def start_copy_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
 
 
 def record_event(device: torch.device, *, enable_timing: bool = False) -> Any:
-    """Record an event behind the work in the current stream of a device, and return it.
+    """Record an event after the work in the current stream of a device, and return it.
 
     ``torch.Event(device).record()`` would take the current stream of the current device.
     """
@@ -476,8 +476,8 @@ def slice_tensors(
     Args:
         data: The tree. 0-d tensors, and leaves that are not tensors, are not sliced.
         tensor_slice: A slice, or any other index of a tensor.
-        process_index: Ignored; ``slice_fn_for_dispatch`` functions get it.
-        num_processes: Ignored; ``slice_fn_for_dispatch`` functions get it.
+        process_index: Ignored; passed to ``slice_fn_for_dispatch`` functions.
+        num_processes: Ignored; passed to ``slice_fn_for_dispatch`` functions.
     """
     del process_index, num_processes
     return map_tree(
@@ -553,14 +553,14 @@ def find_batch_size(tree: Any) -> int | None:
 def count_samples(tree: Any, fetched: int | None = None) -> int | None:
     """Return the number of samples in a batch; None if unknown.
 
-    It is the first dimension of its tensors. Where these differ, as in batches of images with their
-    boxes, it is the number of samples that were fetched, or the length of the list that has one
-    tensor, or one container of tensors, for each sample.
+    It is the first dimension of its tensors. If these differ, for example in batches of images with
+    their boxes, it is the number of samples that were fetched, or the length of the list with one
+    tensor, or one container of tensors, per sample.
 
     Args:
         tree: The batch.
-        fetched: The number of samples from which ``collate_fn`` made it; None if unknown. It may
-            have left out some.
+        fetched: The number of samples passed to ``collate_fn``, which may have dropped some; None
+            if unknown.
     """
     first = tree[0] if type(tree) in (list, tuple) and tree else tree
     if type(first) is Tensor and first.ndim > 0 and len(first) == fetched:
@@ -584,20 +584,22 @@ def count_samples(tree: Any, fetched: int | None = None) -> int | None:
     lists = _lists_of_samples(tree, known=False)
     if len(rows) > 1 and len(lists) == 1:
         return lists.pop()
-    # Without rows it is a part of one sample, such as the boxes of an image without objects.
+    # A tensor without rows is a part of one sample, such as the boxes of an image without objects.
     return len(tensors[0]) or (0 if len(rows) == 1 else None)
 
 
 def _lists_of_samples(tree: Any, *, known: bool, nested: bool = False) -> set[int]:
-    """Return the lengths of the lists in a batch that may have one item for each sample.
+    """Return the lengths of lists in a batch that may have one item per sample.
 
-    They have dicts, or tensors of one dtype that differ in nothing but their lengths. Others, and
-    dicts in the outermost list, may be fields of a batch as well: the number of samples tells.
+    They contain dicts, or tensors of one dtype that differ only in their lengths. Other lists, and
+    dicts in the outermost list, could also be fields of a batch; they count only if the number of
+    samples is known.
 
     Args:
         tree: The batch.
-        known: Whether the number of samples is known, so that lists of it are looked for.
-        nested: Whether the tree is inside of another.
+        known: Whether the number of samples is known, so that lists of this length can be
+            recognised.
+        nested: Whether the tree is inside another one.
     """
     items = [value for _, value in children(tree) or []]
     lengths: set[int] = set()
@@ -606,7 +608,7 @@ def _lists_of_samples(tree: Any, *, known: bool, nested: bool = False) -> set[in
             kinds = {(item.dtype, item.ndim if known else item.shape[1:]) for item in items}
             differ = known or len(set(map(len, items))) > 1
             if len(kinds) == 1 and differ and (known or nested or len(items) > 2):
-                lengths.add(len(items))  # two may be a source and a target
+                lengths.add(len(items))  # two items may be a source and a target
         elif (known or nested) and all(isinstance(item, Mapping) for item in items):
             lengths.add(len(items))
     for item in items:

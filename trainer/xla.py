@@ -1,8 +1,8 @@
-"""XLA devices (TPUs) by torch_xla: the one module that imports it.
+"""XLA devices (TPUs) with torch_xla; no other module imports it.
 
 An XLA device runs nothing until a graph ends: operations are recorded, and `sync` compiles and
-starts what was recorded. A graph of the same operations and shapes is compiled once. Reading a
-value earlier cuts the graph there, and what is cut in other places is compiled anew.
+starts the recorded graph. A graph of the same operations and shapes is compiled only once. Reading
+a value earlier cuts the graph at that point, and a graph cut elsewhere is compiled again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from trainer import environment
 
 _graphs = 0  # the number of graphs that `sync` has ended
-_device: torch.device | None = None  # once it is in use
+_device: torch.device | None = None  # set once it is in use
 _connected = False  # whether the runtime knows the devices of all processes
-_mesh: Any = None  # of all devices, once a batch was divided over them
+_mesh: Any = None  # mesh of all devices, once a batch was divided over them
 
 
 def is_installed() -> bool:
@@ -39,7 +39,7 @@ def chip_count() -> int:
     """Return the number of TPU chips of this machine; 0 if torch_xla is not installed."""
     if not is_installed():
         return 0
-    with environment.defaulting("PJRT_DEVICE", "TPU"):  # else the import of torch_xla chooses one
+    with environment.defaulting("PJRT_DEVICE", "TPU"):  # otherwise the import selects one
         return int(import_module("torch_xla._internal.tpu").num_available_chips())
 
 
@@ -49,7 +49,7 @@ def is_initialized() -> bool:
 
 
 def launched() -> environment.Launch | None:
-    """Return the place of this process among those of ``torch_xla.launch``; None without it."""
+    """Return this process's rank and world size under ``torch_xla.launch``; None without it."""
     processes = environment.read_int("PJRT_LOCAL_PROCESS_COUNT")
     runtime = import_module("torch_xla.runtime")
     if processes is None or runtime.world_size() == 1:
@@ -64,10 +64,10 @@ def launched() -> environment.Launch | None:
 
 
 def start(launch: environment.Launch | None = None) -> torch.device:
-    """Return the XLA device of this process, whose generator has torch's seed from now on.
+    """Return the XLA device of this process, with its generator set to torch's seed.
 
     Args:
-        launch: The place of this process among several; None for one process.
+        launch: The rank of this process and the world size; None for one process.
 
     Raises:
         ValueError: There are several processes, and one has more than one device.
@@ -83,12 +83,13 @@ def start(launch: environment.Launch | None = None) -> torch.device:
 
 
 def _connect(launch: environment.Launch) -> bool:
-    """Give this process its device; return whether the devices of all processes are connected.
+    """Assign this process its device; return whether the devices of all processes are connected.
 
-    Those of a TPU are. On ``PJRT_DEVICE=CPU`` each process has a runtime of its own.
+    TPU devices are. With ``PJRT_DEVICE=CPU`` each process has a separate runtime.
     """
     if launch.launcher != "torch_xla":
-        # What torch_xla.launch does in each of its processes. No public function does it alone.
+        # This is what torch_xla.launch does in each of its processes; no public function does only
+        # this.
         processes = import_module("torch_xla._internal.pjrt")
         processes.initialize_multiprocess(launch.local_rank, launch.local_world_size)
     runtime = import_module("torch_xla.runtime")
@@ -109,9 +110,9 @@ def _connect(launch: environment.Launch) -> bool:
 
 
 def reduces(dtype: torch.dtype) -> bool:
-    """Return whether `all_reduce` reaches all processes, and takes tensors of a dtype.
+    """Return whether `all_reduce` reaches all processes, and supports a dtype.
 
-    The compiler of TPUs knows no all-reduce of 64-bit numbers (pytorch/xla, issue 1952).
+    The TPU compiler does not support an all-reduce of 64-bit numbers (pytorch/xla, issue 1952).
     """
     return _connected and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
@@ -119,11 +120,11 @@ def reduces(dtype: torch.dtype) -> bool:
 def all_reduce(tensor: Tensor, operation: str = "sum") -> None:
     """All-reduce a tensor over the devices of all processes, in place.
 
-    It is a graph of its own. The programs of all processes must be equal where they wait for each
-    other, and what was recorded before may differ: one process has a shorter batch, or none.
+    It is a separate graph. Processes that wait for each other must run equal programs, and the
+    operations recorded before may differ, for example if one process has a shorter batch or none.
 
     Args:
-        tensor: The tensor, without a graph of autograd.
+        tensor: The tensor, without an autograd graph.
         operation: ``"sum"``, ``"min"`` or ``"max"``.
     """
     sync()
@@ -132,10 +133,10 @@ def all_reduce(tensor: Tensor, operation: str = "sum") -> None:
 
 
 def sync() -> None:
-    """End the graph: compile and start what was recorded since the last call, without waiting.
+    """End the graph: compile and start operations recorded since the last call, without waiting.
 
-    torch_xla would also advance the generator. It stays where it is, so that random numbers depend
-    only on those drawn before, and not on how often graphs end.
+    torch_xla would also advance the generator. This is undone, so that random numbers depend only
+    on earlier draws, and not on how often graphs end.
     """
     global _graphs
     generator = _xla_model()
@@ -148,16 +149,17 @@ def sync() -> None:
 def spmd() -> bool:
     """Return whether the program has called ``torch_xla.runtime.use_spmd()``.
 
-    Then the process's device stands for all devices of the machine, over which `shard` divides
-    batches, and the compiler inserts what the devices send to each other.
+    The process's device then represents all devices of the machine. `shard` divides batches over
+    them, and the compiler inserts their communication.
     """
     return is_initialized() and environment.read_flag("XLA_USE_SPMD")
 
 
 def shard(tensor: Tensor) -> Tensor:
-    """Divide a tensor over the devices by its first dimension, which is that of the samples.
+    """Divide a tensor over the devices along its first dimension, the samples.
 
-    Others, and those with a number of samples that the devices do not divide, are on each device.
+    Tensors without dimensions, or whose number of samples is not divisible by the number of
+    devices, are replicated.
     """
     global _mesh
     sharding = import_module("torch_xla.distributed.spmd")
@@ -176,17 +178,17 @@ def marker(device: torch.device | str | int | None) -> Callable[[], object]:
 
 
 def _nothing() -> None:
-    """Do nothing: the device runs each operation at once."""
+    """Do nothing, since the device runs each operation at once."""
 
 
 def start_copy_to_host(tensor: Tensor) -> tuple[Tensor, Arrival]:
-    """Like `trainer.tree.start_copy_to_host`: the copy, and what stands for an event."""
+    """Like `trainer.tree.start_copy_to_host`: return the copy, and a substitute for an event."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return host, Arrival(host, tensor)
 
 
 class Arrival:
-    """A copy to host memory that is made when it is waited for: XLA has no events.
+    """A copy to host memory that is made when it is waited for, since XLA has no events.
 
     It has the methods of a ``torch.Event``.
 
@@ -199,7 +201,7 @@ class Arrival:
         self._host, self._tensor, self._graph = host, tensor.detach().clone(), _graphs
 
     def query(self) -> bool:
-        """Return whether the graph with the value has ended, so that reading it cuts none."""
+        """Return whether the graph with the value has ended, so that reading does not cut one."""
         return self._graph < _graphs
 
     def synchronize(self) -> None:
@@ -212,7 +214,8 @@ class Arrival:
 def move(module: nn.Module, device: torch.device) -> None:
     """Put a module on an XLA device; its parameters stay the same objects.
 
-    Torch would replace them, so that tied ones would not be tied, and optimizers have old ones.
+    Torch would replace them, which would untie tied parameters and leave optimizers with the old
+    ones.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -226,7 +229,7 @@ def move(module: nn.Module, device: torch.device) -> None:
 
 
 def device_count() -> int:
-    """Return the number of devices with a generator of their own in this process."""
+    """Return the number of devices with their own generator in this process."""
     return 1
 
 

@@ -129,7 +129,8 @@ class GeneralTracker:
         """Record images.
 
         Args:
-            values: names and tensors or arrays: one image, or a batch of them.
+            values: names and tensors or arrays: one image, or a batch of them. They are floats in
+                [0, 1], integers up to 255 or boolean masks, with 1, 3 or 4 channels, first or last.
             step: the number of optimizer updates so far.
             **kwargs: passed to the underlying SDK.
 

@@ -976,7 +976,11 @@ class Trainer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a stop was requested; the request reaches all processes within two updates."""
+        """Whether a stop was requested; the request reaches all processes within two updates.
+
+        If all processes set it in ``on_boundary``, they stop there. If only some do, these wait up
+        to half a minute for the others.
+        """
         run = self._fitting
         return self._stop_requested or (run is not None and run.stopping.decided())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -17,6 +18,20 @@ if TYPE_CHECKING:
 logger = module_logger(__name__)
 
 Mode = Literal["min", "max"]
+
+
+def suggested(name: str, names: Collection[str]) -> str:
+    """Return the end of an error message: the logged name that a monitored one resembles, if any.
+
+    Args:
+        name: The monitored name, which is not logged.
+        names: The logged names.
+    """
+    plain = name.removesuffix("_epoch")  # the name if only one of the two values is logged
+    near = [each for each in (f"{name}_epoch", plain) if each in names]
+    near = near or get_close_matches(name, names, n=1)
+    suffix = " The suffix _epoch needs log(…, on_step=True, on_epoch=True)."
+    return f" Did you mean {near[0]!r}?{suffix if near == [plain] else ''}" if near else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +96,7 @@ class Monitor:
         names = {*trainer.callback_metrics, *trainer.logged_names}
         if self.name in names:
             return ""
-        of_epoch = f"{self.name}_epoch"  # the name if the step value is also logged
-        plain = self.name.removesuffix("_epoch")  # the name if only one of the two is logged
-        near = [name for name in (of_epoch, plain) if name in names]
-        near = near or get_close_matches(self.name, names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        if near == [plain]:
-            hint += " The suffix _epoch needs log(…, on_step=True, on_epoch=True)."
+        hint = suggested(self.name, names)
         if trainer.validations == 0:
             hint += " No validation has run."
         return (

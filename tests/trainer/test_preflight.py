@@ -187,6 +187,52 @@ def test_metric_logged_only_in_the_sanity_check_counts_as_not_logged():
         trainer.fit(Once(), loader(2), loader(1))
 
 
+class Scores(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train_loss", 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", 1.0)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("valuation", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        plateau = ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "scheduler": plateau, "monitor": self.of_the_schedule}
+
+    of_the_schedule = "val_loss"
+
+
+@pytest.mark.parametrize("who", ["EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau"])
+def test_a_misspelt_monitor_is_told_before_training(who, caplog):
+    module, callback = Scores(), None
+    if who == "ReduceLROnPlateau":
+        module.of_the_schedule = "val_los"
+    else:
+        callback = {"EarlyStopping": EarlyStopping, "ModelCheckpoint": ModelCheckpoint}[who](
+            monitor="val_los"
+        )
+    trainer = quiet_trainer(max_epochs=1, callbacks=callback, num_sanity_val_steps=1)
+    with pytest.raises(ValueError, match="'val_los'"):
+        trainer.fit(module, loader(2), loader(1))
+    text = "The monitored metric 'val_los' was not logged in the sanity check."
+    assert messages(caplog) == [f"{text} Did you mean 'val_loss'?"]
+
+
+@pytest.mark.parametrize("name", ["val_loss", "train_loss", "valuation"])
+def test_a_monitor_that_is_logged_later_is_not_called_misspelt(name, caplog):
+    trainer = quiet_trainer(
+        max_epochs=1, callbacks=EarlyStopping(name), num_sanity_val_steps=1, log_every=1
+    )
+    trainer.fit(Scores(), loader(2), loader(1))
+    assert trainer.callbacks[0].best_score == 1.0
+    assert messages(caplog) == []
+
+
 class Data(DataModule):
     def train_dataloader(self) -> Any:
         return loader(2)

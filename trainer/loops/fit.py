@@ -25,7 +25,12 @@ from trainer.loops.evaluate import (
 )
 from trainer.loops.manual import manual_of
 from trainer.loops.preemption import interactive
-from trainer.loops.preflight import check_reachable, warn_of_missed, warn_of_shared_names
+from trainer.loops.preflight import (
+    check_reachable,
+    warn_of_missed,
+    warn_of_misspelt_monitors,
+    warn_of_shared_names,
+)
 from trainer.loops.profiler import DATA, VALIDATING
 from trainer.loops.state import FitRun
 from trainer.loops.train_step import train_window
@@ -431,6 +436,7 @@ def sanity_check(run: FitRun) -> None:
             run.metrics.forget_shown()
             run.recorder.validated = dict.fromkeys(run.metrics.names - names)
             check_reachable(run, run.recorder.validated)
+            warn_of_misspelt_monitors(run, run.recorder.validated)
             run.metrics.names = names  # the sanity check's names do not count as logged
             run.hooks.on_sanity_check_end()
     except EvaluationAbandoned:  # there is nothing to save

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,7 @@ from callbacks import (
     SpikeDetection,
     Timer,
 )
-from callbacks.monitor import MonitorCallback
+from callbacks.monitor import MonitorCallback, suggested
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object
@@ -390,6 +390,23 @@ def check_reachable(run: FitRun, logged: Iterable[str]) -> None:
                 f"{who} monitors {name!r}, which validation_step logs, but the run ends before a "
                 f"validation is due: val_every is {run.context.settings.val_every}. Choose a "
                 "shorter interval, a longer run, or another metric."
+            )
+
+
+def warn_of_misspelt_monitors(run: FitRun, logged: Collection[str]) -> None:
+    """Warn on rank 0 of monitored metrics of validation that resemble one that it logs.
+
+    It is no error, since the metric may still be logged later. Only names that begin with "val" are
+    compared: others, such as train_accuracy, are of training and may resemble one of validation.
+
+    Args:
+        run: The fit.
+        logged: The names that validation logged in the sanity check.
+    """
+    for name in sorted({name for _, name in monitors_of(run)} - run.metrics.names):
+        if run.context.warns and name.startswith("val") and (hint := suggested(name, logged)):
+            logger.warning(
+                "The monitored metric %r was not logged in the sanity check.%s", name, hint
             )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
@@ -144,29 +144,48 @@ def suggest_arguments(**instead: str) -> Callable[[Callable[P, R]], Callable[P, 
         names = [*inspect.signature(method).parameters]
         owner = method.__qualname__.removesuffix(".__init__")
 
-        def hint(name: str) -> str:
-            if right := instead.get(name):
-                nothing = right.removeprefix("nothing")
-                return f"; leave it out{nothing}." if nothing != right else f"; use {right}."
-            near = get_close_matches(name, names, n=1, cutoff=0.7)
-            return f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(names[1:])}."
-
         @functools.wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            lines = [
-                f"{owner} got {name}={value!r}; use {instead[name]}."
-                if name in names
-                else f"{owner} has no argument {name!r}{hint(name)}"
-                for name, value in kwargs.items()
-                if name not in names or (name in instead and isinstance(value, str))
-            ]
-            if lines:
-                raise TypeError("\n".join(lines))
+            check_arguments(owner, names, instead, kwargs)
             return method(*args, **kwargs)
 
         return call
 
     return decorate
+
+
+def check_arguments(
+    owner: str, names: Sequence[str], instead: Mapping[str, str], given: Mapping[str, object]
+) -> None:
+    """Raise if a call has unknown arguments; see `suggest_arguments`.
+
+    Args:
+        owner: The method, for the message.
+        names: The names of its parameters, ``self`` first.
+        instead: Argument names of other trainers, each with what to write instead.
+        given: The keyword arguments of the call.
+
+    Raises:
+        TypeError: An argument is unknown, or another trainer's.
+    """
+
+    def hint(name: str) -> str:
+        if right := instead.get(name):
+            nothing = right.removeprefix("nothing")
+            return f"; leave it out{nothing}." if nothing != right else f"; use {right}."
+        near = get_close_matches(name, names, n=1, cutoff=0.7)
+        near = near or [each for each in names if each.startswith(name)]
+        return f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(names[1:])}."
+
+    raise_findings(
+        [
+            f"{owner} got {name}={value!r}; use {instead[name]}."
+            if name in names
+            else f"{owner} has no argument {name!r}{hint(name)}"
+            for name, value in given.items()
+            if name not in names or (name in instead and isinstance(value, str))
+        ]
+    )
 
 
 C = TypeVar("C", bound=type)

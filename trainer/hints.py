@@ -125,6 +125,12 @@ EVALUATION_ARGUMENTS = {
     **dict.fromkeys(("val_dataloaders", "test_dataloaders"), "dataloaders"),
 }
 """Of validate, test and predict."""
+FIT_ARGUMENTS = {
+    "resume_from_checkpoint": EVALUATION_ARGUMENTS["resume_from_checkpoint"],
+    "weights_only": EVALUATION_ARGUMENTS["weights_only"],
+    **dict.fromkeys(("dataloaders", "loader"), "train_dataloaders"),
+}
+"""Of fit."""
 STEP_ARGUMENTS = {
     "optimizer_idx": f"for several optimizers {MANUAL}: self.optimizers()",
     "hiddens": f"for truncated backpropagation through time, {MANUAL}",

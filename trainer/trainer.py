@@ -28,7 +28,7 @@ from trackers.registry import TrackerChoice
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.resolve import WORDS
 from trainer.checkpoint.save import SaveRequest, is_writer_rank, remove_or_warn
-from trainer.checks import check_bools, suggest_arguments
+from trainer.checks import check_arguments, check_bools, suggest_arguments
 from trainer.configuration import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
@@ -46,7 +46,7 @@ from trainer.distributed.watchdog import watched
 from trainer.engines.base import Engine, EngineOptions
 from trainer.errors import Preempted, module_logger
 from trainer.files import absolute_path
-from trainer.hints import EVALUATION_ARGUMENTS, TRAINER_ARGUMENTS, TRAINER_ATTRIBUTES
+from trainer.hints import EVALUATION_ARGUMENTS, FIT_ARGUMENTS, TRAINER_ARGUMENTS, TRAINER_ATTRIBUTES
 from trainer.loops import setup
 from trainer.loops.buffers import require_readable, update_batch_norm
 from trainer.loops.config import (
@@ -426,6 +426,7 @@ class Trainer:
         ckpt_path: str | os.PathLike[str] | None = None,
         *,
         model: TrainModule | None = None,
+        **unknown: NoReturn,
     ) -> None:
         """Train a module.
 
@@ -443,15 +444,21 @@ class Trainer:
                 checkpoint starts a new run from its weights (all must match unless the module's
                 `strict_loading` is False).
             model: Another name of `module`.
+            **unknown: Any other argument is an error, which names the closest one.
 
         Raises:
             ValueError: The arguments, the module or the data are not valid for a run; or another
                 run uses `project_dir` or has checkpoints in it.
-            TypeError: The module lacks a method, or a method returned a wrong type.
+            TypeError: The module lacks a method, a method returned a wrong type, or an argument is
+                unknown.
             CheckpointError: The requested checkpoint is missing, damaged or does not match.
             Preempted: SIGTERM, SIGINT or SIGUSR1 arrived, or `max_time` has passed, and the run was
                 saved. It is a subclass of ``SystemExit``.
         """
+        if unknown:
+            names = [*inspect.signature(Trainer.fit).parameters]
+            names.remove("unknown")
+            check_arguments("Trainer.fit", names, FIT_ARGUMENTS, unknown)
         if self._context.settings.length.endless:
             raise ValueError(
                 "Nothing ends this run: max_epochs and max_steps are both None. Pass one of them "

@@ -64,6 +64,20 @@ NAN, INFINITY = float("nan"), float("inf")
             {"val_loader": 1},
             "Trainer.test has no argument 'val_loader'; use dataloaders.",
         ),
+        (
+            Trainer(barebones=True).test,
+            {"ckpt": "best"},
+            "Trainer.test has no argument 'ckpt'. Did you mean 'ckpt_path'?",
+        ),
+        (
+            Trainer(barebones=True).fit,
+            {"ckpt": "auto", "val_dataloader": 1, "dataloaders": 1, "epochs": 3},
+            "Trainer.fit has no argument 'ckpt'. Did you mean 'ckpt_path'?\n"
+            "Trainer.fit has no argument 'val_dataloader'. Did you mean 'val_dataloaders'?\n"
+            "Trainer.fit has no argument 'dataloaders'; use train_dataloaders.\n"
+            "Trainer.fit has no argument 'epochs'; it has module, train_dataloaders, "
+            "val_dataloaders, datamodule, ckpt_path, model.",
+        ),
         (Accelerator, {"fp16": True}, "Accelerator has no argument 'fp16'; use mixed_precision="),
         (Accelerator, {"gradient_acumulation_steps": 2}, "mean 'gradient_accumulation_steps'?"),
         (

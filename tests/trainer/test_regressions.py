@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import traceback
 import warnings
 from pathlib import Path
 
@@ -268,11 +269,13 @@ def test_a_path_beside_the_checkpoint_is_refused_with_the_right_one(path, text):
         trainer.fit(Line(), DataLoader(data(), batch_size=2), ckpt_path=path)
 
 
-def test_a_project_dir_that_is_a_file_is_refused_before_training(tmp_path, caplog):
+@pytest.mark.parametrize("path", ["taken", "taken/run"])
+def test_a_project_dir_that_is_a_file_is_refused_before_training(path, tmp_path, caplog):
     (tmp_path / "taken").write_text("")
-    module = Line()
-    with pytest.raises(ValueError, match=r"project_dir is '.*/taken', which cannot be used"):
-        make(project_dir="taken").fit(module, DataLoader(data(), batch_size=2))
+    module, refusal = Line(), rf"project_dir is '.*/{path}', which cannot be used as a folder: "
+    with pytest.raises(ValueError, match=refusal) as caught:
+        make(project_dir=path).fit(module, DataLoader(data(), batch_size=2))
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
     assert module.seen == []
     assert "cannot be locked" not in caplog.text  # the error says what is wrong
 

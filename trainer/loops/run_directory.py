@@ -258,8 +258,9 @@ class Project:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
-            ) from error
+                f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: "
+                f"{error.strerror}: {error.filename!r}."
+            ) from None  # the message says all of it
         # It belongs to another run, like all three files.
         if self.record.exists() or self.run_metadata.exists():
             for file in (self.record, self.evaluations, self.run_metadata):

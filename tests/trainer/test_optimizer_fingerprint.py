@@ -199,6 +199,31 @@ def test_parameters_that_an_optimizer_gained_or_lost_are_named(first, what):
         start(2, not first)
 
 
+def test_other_parameter_groups_than_in_the_checkpoint_are_counted():
+    def start(epochs, *sizes):
+        module = Frozen(trains_body=True)
+
+        def configure_optimizers():
+            parameters = iter(module.parameters())
+            groups = [{"params": [next(parameters) for _ in range(size)]} for size in sizes]
+            return torch.optim.SGD(groups, 0.1)
+
+        module.configure_optimizers = configure_optimizers
+        trainer = quiet_trainer(max_epochs=epochs, project_dir="run", checkpointing=True)
+        trainer.fit(module, DataLoader(torch.ones(4, 2), 2), ckpt_path="auto")
+
+    start(1, 4)
+    with pytest.raises(CheckpointError) as caught:
+        start(2, 1, 3)
+    assert str(caught.value).endswith(
+        "an optimizer had 1 parameter group (4 parameters), and now has 2 parameter groups (1, 3 "
+        "parameters). Return the same parameter groups from configure_optimizers as when the run "
+        "began."
+    )
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
 def test_an_error_about_a_checkpoint_is_shown_once():
     fit(1)
     module = Line()

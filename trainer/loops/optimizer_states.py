@@ -119,7 +119,7 @@ def _check_number(what: str, here: list[Any], saved: list[Any]) -> None:
 def _check_parameters(
     saved: Sequence[Sequence[str | None]], here: Sequence[Sequence[str | None]]
 ) -> None:
-    """Raise if an optimizer has other parameters than the saved one; torch only counts them."""
+    """Raise if an optimizer has other parameters or groups than the saved one; torch counts."""
     before, now = ({name for group in groups for name in group if name} for groups in (saved, here))
     differences = [
         f"{what} {', '.join(sorted(names))}"
@@ -131,3 +131,14 @@ def _check_parameters(
             f"an optimizer {' and '.join(differences)}. Give it the same parameters as when the "
             "run began: also those of layers that are frozen for some epochs."
         )
+    there, present = ([len(group) for group in groups] for groups in (saved, here))
+    if there != present:
+        raise CheckpointError(
+            f"an optimizer had {_sizes(there)}, and now has {_sizes(present)}. Return the same "
+            "parameter groups from configure_optimizers as when the run began."
+        )
+
+
+def _sizes(groups: Sequence[int]) -> str:
+    one = "1 parameter group" if len(groups) == 1 else f"{len(groups)} parameter groups"
+    return f"{one} ({', '.join(map(str, groups))} parameters)"

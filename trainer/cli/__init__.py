@@ -109,8 +109,11 @@ def _run_command(name: str, argv: list[str]) -> int:
         sys.stdout.flush()
     except UsageError:
         raise
-    except (argparse.ArgumentTypeError, FileNotFoundError, NotADirectoryError) as error:
-        parser.error(str(error))  # invalid arguments or missing files
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        named = f"{error.filename}: {error.strerror}" if error.filename else error
+        raise CommandError(f"trainer {name}: {named}", 2) from error
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at exit
         return 128 + 13  # as if ended by SIGPIPE

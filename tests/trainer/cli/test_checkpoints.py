@@ -587,8 +587,6 @@ def test_a_failed_removal_is_reported_and_the_rest_goes(report, capsys, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["nowhere"], "nowhere does not exist"),
-        (["file"], "file is a file"),
         (["run", "--keep-last", "1"], "--keep-last needs --prune"),
         (["run", "--dry-run"], "--dry-run needs --prune"),
         (["run", "--prune", "--yes"], "--prune needs --keep-last N"),
@@ -605,6 +603,14 @@ def test_wrong_usage_is_an_error_and_changes_nothing(arguments, error, usage_err
     Path("file").touch()
     assert error in usage_error(*arguments)
     assert steps() == [1, 2]
+
+
+@pytest.mark.parametrize(("path", "what"), [("nowhere", "does not exist"), ("file", "is a file")])
+def test_a_path_that_is_no_folder_is_named_in_one_line(path, what, capsys):
+    Path("file").touch()
+    assert call(path) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"trainer checkpoints: {Path(path).absolute()} {what}.")
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT.parent])

@@ -133,7 +133,7 @@ REFUSED = [
     ("fitt", 2, "trainer: error: COMMAND is 'fitt'. Did you mean 'fit'? It must be one of"),
     ("--hlep", 2, "trainer: error: unrecognized arguments: --hlep. Did you mean --help?"),
     ("estimate-memory --bogus", 2, "trainer estimate-memory: error: the following arguments are"),
-    ("checkpoints /nowhere", 2, "trainer checkpoints: error: /nowhere does not exist"),
+    ("checkpoints /nowhere", 2, "trainer checkpoints: /nowhere does not exist"),
     ("launch --tee 3 here.py", 2, "trainer launch: error: --tee needs --log_dir"),
     ("test --num-processes 0", 2, "trainer test: error: argument --num_processes/--num-processes"),
 ]

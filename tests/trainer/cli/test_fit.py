@@ -505,6 +505,18 @@ def test_the_help_teaches(capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["base.yaml", "--config=folder"], "folder: Is a directory"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_in_one_line(capsys, words, what):
+    Path("folder").mkdir()
+    assert error_of(capsys, "fit", *words) == f"trainer fit: {what}\n"
+
+
+@pytest.mark.parametrize(
     ("words", "texts"),
     [
         (
@@ -522,7 +534,6 @@ def test_the_help_teaches(capsys):
         (["text.yaml"], ["text.yaml has no sections: write `trainer:`"]),
         (["off.yaml"], ['"trainer.mixed_precision"', "Given value: False"]),
         (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be a whole number"]),
-        (["nowhere.yaml"], ["File does not exist"]),
         (["fitted.py"], ["fitted.py is a script: use `trainer launch fitted.py`."]),
     ],
 )

@@ -489,3 +489,19 @@ def test_data_that_are_sharded_twice_and_checkpoints_read_as_files_are_listed(ca
     # Own loops save files with `torch.save`.
     _, findings, _ = migrate(capsys, READS.replace("import lightning as L", "import accelerate"))
     assert not any("torch.load reads" in text for _, text in findings)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["there.py", "nowhere.py", "--write"], "nowhere.py: No such file or directory"),
+        (["nowhere.ckpt"], "nowhere.ckpt: No such file or directory"),
+        (["empty"], "empty has neither Python programs nor YAML files."),
+    ],
+)
+def test_a_path_with_nothing_to_read_is_named_in_one_line(words, what, capsys):
+    Path("empty").mkdir()
+    Path("there.py").write_text("import lightning\n")
+    assert main(["migrate", *words]) == 2
+    assert capsys.readouterr().err == f"trainer migrate: {what}\n"
+    assert Path("there.py").read_text() == "import lightning\n"

@@ -257,8 +257,7 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
     """Return the links in configuration files; the parser needs links before it reads the files.
 
     Raises:
-        CommandError: A file is not YAML or has no sections; the parser's own error would not name
-            the file.
+        CommandError: A file cannot be read, is not YAML or has no sections.
     """
     links: dict[str, str] = {}
     for file in files:
@@ -266,8 +265,8 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
             raise CommandError(f"{file} is a script: use `trainer launch {file}`.", code=2)
         try:
             content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except OSError:  # the parser reports it later
-            continue
+        except OSError as error:
+            raise CommandError(f"{file}: {error.strerror}", code=2) from None
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             what = str(error).replace("<unicode string>", file)
             raise CommandError(f"{file} cannot be read as YAML: {what}", code=2) from None

@@ -74,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: A file is neither Python nor a checkpoint, or libcst is not installed.
         OSError: A file cannot be read or written.
     """
+    for path in arguments.files:
+        path.stat()  # raises if it is missing, before any file is changed
     checkpoints = [path for path in arguments.files if path.suffix == ".ckpt"]
     if arguments.output is not None and len(checkpoints) != 1:
         raise argparse.ArgumentTypeError("--output needs one .ckpt file.")
@@ -131,7 +133,7 @@ def _files(path: Path) -> list[Path]:
         )
     ]
     if not scripts:
-        raise CommandError(f"{path} has neither Python programs nor YAML files.")
+        raise CommandError(f"{path} has neither Python programs nor YAML files.", code=2)
     return scripts
 
 

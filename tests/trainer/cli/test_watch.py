@@ -161,6 +161,13 @@ def test_the_rate_is_that_of_the_last_records_whatever_lies_between_two_starts()
     assert run.record.speed(20) == pytest.approx(50)
 
 
+def test_the_time_of_a_run_leaves_out_what_lies_between_its_starts():
+    write(line(1, 10.0, loss=1), line(2, 86400.0, loss=1), line(3, 86490.0, loss=1))
+    starts = [{"begin": 0, "end": 30, "status": "finished"}, {"begin": 86400, "status": "running"}]
+    Path("run/run.json").write_text(json.dumps({"starts": starts}))
+    assert ", ran for 2 min 00 s, last record " in shown("run", width=200)[0]
+
+
 def test_the_state_and_the_newest_checkpoint():
     folder = Path("run")
     run = Run(folder, "run")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -110,8 +110,7 @@ def _about(run: Run, colour: int) -> Text:
     facts = [f"step {steps[-1]:.0f}"] if len(steps) else []
     facts += [f"epoch {epochs[-1] + 1:.0f}"] if len(epochs) else []
     facts += [f"{rate:.3g} steps/s"] if rate is not None else []
-    if seconds := round(times[-1] - times[0]) if len(times) else 0:
-        facts.append(f"{timedelta(seconds=seconds)}")
+    facts += [f"ran for {run_summary.duration(run.seconds)}"] if run.seconds else []
     facts.append(f"last record {_clock(times[-1])}" if len(times) else "nothing recorded yet")
     facts += [f"checkpoint {run.checkpoint}"] if run.checkpoint else []
     text.append("  " + ", ".join(facts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -155,6 +156,28 @@ def test_every_sample_is_seen_once_in_the_same_order(ranks, tmp_path, worlds, up
         [each[name] for name in names] for each in both[0]
     ]
     assert [each["sum"] for each in both[0]] == [SAMPLES * (SAMPLES - 1) / 2] * EPOCHS
+
+
+def warnings_of(folder: str) -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("trainer.loops.fit_state")
+    logger.addHandler(handler)
+    try:
+        part(folder, None, 0)
+    finally:
+        logger.removeHandler(handler)
+    return found
+
+
+@pytest.mark.parametrize(("updates", "warned"), [(1, True), (None, False)])
+def test_new_generators_are_told_only_if_the_run_goes_on(ranks, tmp_path, updates, warned):
+    folder = str(tmp_path)
+    on_processes(ranks, 1, part, folder, updates, 0)
+    first, second = on_processes(ranks, 2, warnings_of, folder)
+    assert first == []
+    assert ["rank 1 starts with freshly seeded" in text for text in second] == [True] * warned
 
 
 def test_a_metric_object_that_cannot_be_merged_raises_on_all_ranks(ranks, tmp_path):

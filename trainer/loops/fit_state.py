@@ -137,11 +137,12 @@ def _generators(run: FitRun) -> Stateful:
         if saved.own is not None:
             generators.restore_later(saved.own)
         else:
-            logger.warning(
-                "The checkpoint was saved by fewer processes: rank %d starts with freshly seeded "
-                "generators.",
-                run.rank,
-            )
+            if not run.context.length.reached(run.counters, run.seconds):
+                logger.warning(
+                    "The checkpoint was saved by fewer processes: rank %d starts with freshly "
+                    "seeded generators.",
+                    run.rank,
+                )
             seed = mix(run.data.epoch_iterator.seed, run.dp_rank, run.counters.global_step)
             with isolated_rng(seed % 2**32):
                 generators.restore_later(rng_state())

@@ -480,6 +480,15 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
+def _shorten_in_worker(error: Exception) -> None:
+    """Hide our frames in a worker, which passes the traceback on as text.
+
+    It is called in the outermost of these frames, as only that one's traceback has all of them.
+    """
+    if get_worker_info() is not None:
+        shorten(error)
+
+
 class SeededDataset(Dataset[Any]):
     """Wraps a map-style dataset; fetches each batch with the seed that comes with its indices.
 
@@ -510,10 +519,20 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: BatchIndices | SampleKey) -> Any:
         # The loader has no batch_sampler, so it asks for one item.
         plain = index.key if isinstance(index, SampleKey) else list(index)
-        return self._seeded(index.seed_key, lambda: self.collate_fn(self.dataset[plain]))
+        try:
+            return self._seeded(index.seed_key, lambda: self.collate_fn(self.dataset[plain]))
+        except Exception as error:
+            _shorten_in_worker(error)
+            raise
 
     def __getitems__(self, indices: BatchIndices) -> Any:
-        return self._seeded(indices.seed_key, lambda: self.collate_fn(self._fetch(list(indices))))
+        try:
+            return self._seeded(
+                indices.seed_key, lambda: self.collate_fn(self._fetch(list(indices)))
+            )
+        except Exception as error:
+            _shorten_in_worker(error)
+            raise
 
     def _fetch(self, indices: list[int]) -> Any:
         dataset = self.dataset
@@ -529,11 +548,7 @@ class SeededDataset(Dataset[Any]):
             seed_local(seed)
             if generators := self._generators():
                 seed_all(generators, mix(seed, 1), self._equal_generators)
-            try:
-                batch = pickled_inline(fetch())
-            except Exception as error:  # the loader's process prints the traceback as text
-                shorten(error)
-                raise
+            batch = pickled_inline(fetch())
         else:
             put_back = isolate_rng(seed)
             try:

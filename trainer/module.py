@@ -232,6 +232,17 @@ class TrainModule(nn.Module):
         load_into(module, weights, where=folder / WEIGHTS_NAME, strict=strict)
         return module
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse ``torch.jit.script``, which calls this.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "Use torch.export.export(module, …) or torch.jit.trace(module, …): torch.jit.script "
+            f"compiles no TrainModule such as {type(self).__name__}, only the modules inside it."
+        )
+
     # -- state of the run ----------------------------------------------------------------------
 
     @property

@@ -943,3 +943,11 @@ def test_a_url_is_no_local_folder():
         ValueError, match=r"project_dir is 's3://bucket/run'.*local folder.*mirror="
     ):
         make(project_dir="s3://bucket/run")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_a_module_that_torch_cannot_script_says_what_to_use():
+    with pytest.raises(
+        NotImplementedError, match=r"^Use torch\.export\.export.* such as Line, only"
+    ):
+        torch.jit.script(Line())

@@ -55,7 +55,7 @@ def end_lines(trainer: Trainer) -> str:
 def _continuation(trainer: Trainer, newest: Path) -> str:
     if trainer.should_stop:  # by a callback: under "auto" the run stays stopped
         return f"ckpt_path={short_path(newest)!r}"
-    if newest.is_symlink():  # by Lightning's Trainer, without project_dir
+    if not trainer._takes_project_dir:
         return f"ckpt_path={short_path(newest)!r} and a larger max_epochs"
     # The command includes the folder, since a Trainer without project_dir creates a new one.
     folder = short_path(trainer.project_dir)

@@ -238,6 +238,7 @@ class Trainer:
     """
 
     _attribute_hints: ClassVar[Mapping[str, str]] = TRAINER_ATTRIBUTES
+    _takes_project_dir: ClassVar[bool] = True
 
     @suggest_arguments(
         **TRAINER_ARGUMENTS,

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.utils.data import DataLoader, TensorDataset
 
+import callbacks
 import trainer.lightning as L
 from tests.helpers.services import mlflow_runs, mlflow_store
 from tests.moving.running import real
@@ -681,4 +682,19 @@ def test_a_run_names_the_links_of_its_checkpoints(tmp_path, monkeypatch, capsys)
 
     module = make_net()()
     L.Trainer(max_epochs=3, **options).fit(module, ckpt_path="saved/last.ckpt")
+    assert len(module.sizes) == 8  # of the third epoch alone
+
+
+def test_a_run_names_its_checkpoint_where_there_are_no_links(tmp_path, monkeypatch, capsys):
+    """Lightning's Trainer has no project_dir to name, whosever callback saves."""
+    monkeypatch.chdir(tmp_path)
+    save = callbacks.ModelCheckpoint(dirpath="saved")
+    options = {"accelerator": "cpu", "logger": False}
+    L.Trainer(max_epochs=2, callbacks=[save], **options).fit(make_net()())
+    path = os.path.relpath(save.last_model_path)
+    shown = capsys.readouterr().err
+    assert f"  next  ckpt_path={path!r} and a larger max_epochs continues the run" in shown
+
+    module = make_net()()
+    L.Trainer(max_epochs=3, **options).fit(module, ckpt_path=path)
     assert len(module.sizes) == 8  # of the third epoch alone

@@ -185,6 +185,7 @@ class Trainer(NativeTrainer):
     """
 
     _attribute_hints = ATTRIBUTES
+    _takes_project_dir = False  # each start has a folder of its own
 
     def __init__(
         self,

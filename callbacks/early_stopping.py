@@ -132,10 +132,12 @@ class EarlyStopping(MonitorCallback):
             return f"{name} = {value:.4g} is worse than the divergence threshold {limit:.4g}"
         if self.wait_count >= max(self.patience, 1):
             count = "1 value" if self.wait_count == 1 else f"{self.wait_count} values"
-            # The message has the direction, which reveals a wrong mode if the metric improves.
-            progress = "fallen below" if self.mode == "min" else "risen above"
+            # With the direction: under the wrong mode a run that improves stops here.
+            moved, side = ("fallen", "below") if self.mode == "min" else ("risen", "above")
+            if self.min_delta:  # the latest value may beat the best one, but not by enough
+                moved += f" by more than min_delta={self.min_delta:.4g}"
             return (
-                f"{name} has not {progress} its best value, {best:.4g}, for {count} "
-                f"(min_delta={self.min_delta:.4g}); the latest is {value:.4g}"
+                f"{name} has not {moved} {side} its best value, {best:.4g}, for {count}; "
+                f"the latest is {value:.4g}"
             )
         return None

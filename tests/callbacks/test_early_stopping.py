@@ -50,16 +50,20 @@ def test_step_and_reason_of_the_stop():
     assert (callback.stopped_step, callback.stopped_epoch) == (13, 1)
     assert (callback.best_score, callback.wait_count) == (2.0, 1)
     assert callback.reason == (
-        "loss has not fallen below its best value, 2, for 1 value (min_delta=0); the latest is 2.5"
+        "loss has not fallen below its best value, 2, for 1 value; the latest is 2.5"
     )
     _, callback = stopped_after([2.123456, *[7 / 3] * 3])
     assert callback.reason == (
-        "loss has not fallen below its best value, 2.123, for 3 values (min_delta=0); "
-        "the latest is 2.333"
+        "loss has not fallen below its best value, 2.123, for 3 values; the latest is 2.333"
     )
     _, callback = stopped_after([0.5, 0.4], patience=1, mode="max")
     assert callback.reason == (
-        "loss has not risen above its best value, 0.5, for 1 value (min_delta=0); the latest is 0.4"
+        "loss has not risen above its best value, 0.5, for 1 value; the latest is 0.4"
+    )
+    _, callback = stopped_after([0.5, 0.6], patience=1, mode="max", min_delta=0.2)
+    assert callback.reason == (
+        "loss has not risen by more than min_delta=0.2 above its best value, 0.5, for 1 value; "
+        "the latest is 0.6"
     )
     _, callback = stopped_after([math.nan])
     assert callback.reason == "loss = nan is not finite"

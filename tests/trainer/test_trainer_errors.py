@@ -799,7 +799,7 @@ def test_a_path_without_a_checkpoint_or_a_misspelt_word():
     fails(begins_with("lst"), CheckpointError, *choices)
     path = Path("run/checkpoints/step-1")
     text = fails(begins_with(path), CheckpointError, f"no checkpoint at {path.absolute()}")
-    assert "As a word" not in text
+    assert "Did you mean" not in text
 
 
 def test_a_file_in_place_of_a_checkpoint(tmp_path):

@@ -335,8 +335,8 @@ def load_into(
         raise CheckpointError(
             f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
             f"{named}\nCreate the module as it was when the file was saved. To train another one, "
-            "give a new project_dir; load_from_checkpoint(…, strict=False) takes over the weights "
-            "that fit."
+            "give a new project_dir; load_from_checkpoint(…, strict=False) loads the weights that "
+            "fit."
         )
     if engine_weights is not None and parts is not None:
         load_parts(

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,6 @@ from trainer.checkpoint.storage import (
     verify,
     without_manifest,
 )
-from trainer.checks import choice_error
 from trainer.configuration import ProjectConfiguration
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.errors import CheckpointError, LaterReleaseError, module_logger
@@ -486,10 +486,11 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
             "ckpt_path='auto' with its project_dir."
         )
     if not locate(path).exists():
-        hint = choice_error("As a word it", path.name, WORDS) if path.parent == Path.cwd() else ""
+        near = get_close_matches(path.name, WORDS, n=1) if path.parent == Path.cwd() else []
         raise CheckpointError(
-            f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
-            f"a word ({', '.join(WORDS)}). {hint}".rstrip()
+            f"There is no checkpoint at {path}. ckpt_path must be None, the folder of a "
+            f"checkpoint, or one of {', '.join(map(repr, WORDS))}."
+            + "".join(f" Did you mean {word!r}?" for word in near)
         )
     return locate(path)
 

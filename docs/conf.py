@@ -89,6 +89,7 @@ html_sidebars = {  # Furo's, and a choice of versions
 }
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs" / "search_scorer.js")
 html_copy_source = False
 html_show_sourcelink = False
 copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor output

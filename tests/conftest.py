@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,11 @@ from trackers.registry import _REGISTRY
 # The monitor of tqdm is a thread that never ends; with one compile thread, inductor needs no pool.
 tqdm.tqdm.monitor_interval = 0
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# The folders of tests are in memory where that is large: a test that saves waits for the disk for
+# half of its time otherwise. A container gives 64 MB.
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2**31:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 # A shell starts background jobs with SIGINT ignored; some tests need its default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

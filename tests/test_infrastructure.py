@@ -284,6 +284,7 @@ def leaking_session(tmp_path_factory) -> dict[str, str]:
     (folder / "test_leaking.py").write_text(LEAKING_TESTS)
     report = folder / "report.xml"
     options = [f"--rootdir={folder}", f"--junitxml={report}", "-p", "no:cacheprovider"]
+    options += [f"--basetemp={folder / 'temporary'}"]  # which pytest keeps: its tests fail
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", *options, "test_leaking.py"]
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\nfilterwarnings = error\n")
     run = subprocess.run(

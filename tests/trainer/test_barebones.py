@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -183,11 +182,8 @@ def test_every_trainer_argument_is_classified_for_barebones():
 def test_documentation_lists_the_arguments_that_barebones_refuses():
     said = inspect.getdoc(Trainer)
     messages = re.search("    barebones: .*?\n    slurm_requeue:", said, re.DOTALL)[0]
-    guide = (Path(__file__).parents[2] / "docs/guides/speed.md").read_text(encoding="utf-8")
-    told_there = guide.partition("## Barebones training")[2].partition("\n## ")[0]
     for name in LEFT_OUT:
         assert f"`{name}" in messages, name
-        assert f"`{name}" in told_there, name
 
 
 def several():

@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
+from trainer.tracebacks import HiddenFrames
+
 
 def given(**arguments: object) -> dict[str, object]:
     """Return the arguments that are not None, where None stands for "not given"."""
@@ -91,6 +93,7 @@ def choice_error(what: str, value: object, choices: Iterable[str]) -> str:
     """
     names = sorted(choices)
     near = get_close_matches(str(value), names, n=1)
+    near = near or [name for name in names if str(value).startswith(name)]  # "bf16-mixed"
     must = f"t must be one of {', '.join(map(repr, names))}."
     if near:  # checked first, since there may be many choices
         return f"{what} is {value!r}. Did you mean {near[0]!r}? I{must}"
@@ -146,8 +149,9 @@ def suggest_arguments(**instead: str) -> Callable[[Callable[P, R]], Callable[P, 
 
         @functools.wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            check_arguments(owner, names, instead, kwargs)
-            return method(*args, **kwargs)
+            with HiddenFrames():
+                check_arguments(owner, names, instead, kwargs)
+                return method(*args, **kwargs)
 
         return call
 

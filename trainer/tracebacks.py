@@ -15,6 +15,7 @@ from trainer.environment import read_flag
 FULL = "CADENCE_FULL_TRACEBACK"
 _HERE = Path(__file__).parents[1]
 _PACKAGES = tuple(f"{_HERE / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
+_BETWEEN = contextlib.__file__, "<string>"  # the latter is the constructor of a dataclass
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
@@ -51,6 +52,7 @@ class HiddenFrames:
             and hidden
             and isinstance(error, Exception)
             and hasattr(error, "add_note")
+            and not any(FULL in note for note in getattr(error, "__notes__", ()))
         ):
             where = self._where()
             error.add_note(
@@ -90,7 +92,7 @@ def shorten(error: BaseException) -> int:
     ours: list[bool] = []
     for number, file in enumerate(files):
         # Below our frames, contextlib enters our context managers, and torch calls the user's code.
-        between = file == contextlib.__file__ or (file.startswith(_TORCH) and number < last)
+        between = file in _BETWEEN or (file.startswith(_TORCH) and number < last)
         ours.append(file.startswith(_PACKAGES) or (between and ours[-1:] == [True]))
     kept: TracebackType | None = None
     for entry, hide in zip(reversed(entries), reversed([*ours[:-1], False]), strict=False):

@@ -536,10 +536,7 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Validate a module; see `test`."""
         module = one_module("validate", module, model)
-        with (
-            HiddenFrames(),
-            self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as run,
-        ):
+        with self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as run:
             return [] if are_empty(run.eval_iterators) else evaluate(run, VALIDATION)
 
     @suggest_arguments(**EVALUATION_ARGUMENTS)
@@ -565,10 +562,7 @@ class Trainer:
             The logged metrics of each loader, the same for any number of processes.
         """
         module = one_module("test", module, model)
-        with (
-            HiddenFrames(),
-            self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as run,
-        ):
+        with self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as run:
             return [] if are_empty(run.eval_iterators) else evaluate(run, TEST)
 
     @suggest_arguments(**EVALUATION_ARGUMENTS)
@@ -601,10 +595,7 @@ class Trainer:
         if return_predictions is None:
             return_predictions = not any(isinstance(c, PredictionWriter) for c in self.callbacks)
         module = one_module("predict", module, model)
-        with (
-            HiddenFrames(),
-            self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as run,
-        ):
+        with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as run:
             if are_empty(run.eval_iterators):
                 return []
             outputs = predict(run, keep=return_predictions)

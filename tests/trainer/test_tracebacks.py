@@ -1,6 +1,7 @@
 """Errors that leave the Trainer show the user's frames, and hide those between them."""
 
 import contextlib
+import re
 import sys
 import traceback
 
@@ -171,7 +172,21 @@ def test_the_note_names_no_batch_of_an_earlier_epoch():
 
 def test_evaluations_hide_frames_too():
     error = fails(lambda: quiet().test(Fails(), loader()))
-    assert functions_of(error) == ["fails", "<lambda>", "call", "test_step"]  # `suggest_arguments`
+    assert functions_of(error) == ["fails", "<lambda>", "test_step"]
+    assert len(error.__notes__) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mixed_precision": "bf16-mixed"}, "is 'bf16-mixed'. Did you mean 'bf16'?"),
+        ({"val_every": "1 epochz"}, "Did you mean 'epochs'?"),
+    ],
+)
+def test_a_wrong_value_of_an_argument_is_shown_without_frames_of_cadence(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Trainer(max_epochs=1, cpu=True, **arguments)
+    assert len(functions_of(caught.value)) == 2  # this test, and where the error was raised
 
 
 def test_all_frames_are_shown_where_asked(monkeypatch):

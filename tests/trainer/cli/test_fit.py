@@ -527,7 +527,7 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(capsys, words, what):
             ["wrong.yaml"],
             ["Group 'trainer' does not accept option 'max_epocs'", "mean 'trainer.max_epochs'?"],
         ),
-        (["section.yaml"], ["Option 'modle.width' is not accepted", "mean 'model'?"]),
+        (["section.yaml"], ["Option 'modle.class_path' is not accepted", "mean 'model'?"]),
         (["latin.yaml"], ["latin.yaml cannot be read as YAML", "can't decode byte 0xfc"]),
         (["torn.yaml"], ["torn.yaml cannot be read as YAML", "line 2, column 1"]),
         (["empty.yaml"], ["empty.yaml is empty: write `trainer:`, `model:` and `data:`."]),
@@ -544,7 +544,7 @@ def test_an_error_names_the_key_and_the_value(capsys, words, texts):
     Path("latin.yaml").write_bytes("# für später\n".encode("latin-1"))
     Path("off.yaml").write_text("trainer: {mixed_precision: no}\n")
     Path("wrong.yaml").write_text("trainer: {max_epocs: 3}\n")
-    Path("section.yaml").write_text("modle: {width: 3}\n")
+    Path("section.yaml").write_text("modle: {class_path: fitted.Line}\n")
     shown = error_of(capsys, "fit", "base.yaml", *words)
     assert [text for text in texts if text not in shown] == [], shown
     assert shown.startswith("trainer fit: ")

@@ -82,6 +82,9 @@ def _explain_key(error: str, group: str | None, name: str, options: Collection[s
     tails = [option.rpartition(".") for option in options]
     within = [tail for start, _, tail in tails if start == prefix]
     near = [f"{prefix}.{tail}".lstrip(".") for tail in get_close_matches(last, within, 1)]
+    sections = {option.partition(".")[0] for option in options}
+    if group is None and first not in sections and first != name:
+        near += get_close_matches(first, sections, 1)
     near += get_close_matches(last, options, 1) or get_close_matches(first, options, 1)
     return f"{error}\nDid you mean {near[0]!r}?" if near else error
 

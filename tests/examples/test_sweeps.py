@@ -102,12 +102,13 @@ def test_each_run_of_a_multirun_of_hydra_has_its_folder():
     Path("conf", "line.yaml").write_text("lr: 0.1\nepochs: 4\n")
     page = programs()["hydra_runs.py"]
     (start,) = re.findall(r"^# (hydra\.main.*)$", page, re.MULTILINE)
-    run(f"{page}\nimport hydra\n{start}", "--multirun", "lr=0.1,0.01", "hydra.sweep.dir=swept")
+    program = f"{page}\nimport hydra\n{start}\n{LOSSES}"
+    program += 'print("FOUND", json.dumps([losses("swept/0"), plain(0.1)]))'
+    printed = run(program, "--multirun", "lr=0.1,0.01", "hydra.sweep.dir=swept")
     for number, rate in ((0, 0.1), (1, 0.01)):
         found = json.loads(Path("swept", str(number), "run.json").read_text())
         assert found["hyper_parameters"] == {"lr": rate}
-    program = 'import json; print("FOUND", json.dumps([losses("swept/0"), plain(0.1)]))'
-    found, expected = json.loads(run(LOSSES + program).partition("FOUND ")[2])
+    found, expected = json.loads(printed.partition("FOUND ")[2])
     assert found == expected
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 150  # seconds for processes that import torch on a busy machine
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "MV2_", "PMI_", "MPI_")
@@ -143,8 +145,7 @@ def results(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def test_a_script_runs_unchanged_on_one_process_and_on_two(script, tmp_path):
-    with started(str(script)) as process:
-        finish(process)
+    run_script(str(script))
     torchrun(script, 2)
     found = results(tmp_path)
     assert list(found) == ["rank-0-of-1", "rank-0-of-2", "rank-1-of-2"]

@@ -28,7 +28,7 @@ from trainer.loops.preemption import interactive
 from trainer.loops.preflight import (
     check_reachable,
     warn_of_missed,
-    warn_of_misspelt_monitors,
+    warn_of_unlogged_metrics,
     warn_of_shared_names,
 )
 from trainer.loops.profiler import DATA, VALIDATING
@@ -436,7 +436,7 @@ def sanity_check(run: FitRun) -> None:
             run.metrics.forget_shown()
             run.recorder.validated = dict.fromkeys(run.metrics.names - names)
             check_reachable(run, run.recorder.validated)
-            warn_of_misspelt_monitors(run, run.recorder.validated)
+            warn_of_unlogged_metrics(run, run.recorder.validated)
             run.metrics.names = names  # the sanity check's names do not count as logged
             run.hooks.on_sanity_check_end()
     except EvaluationAbandoned:  # there is nothing to save

@@ -393,7 +393,7 @@ def check_reachable(run: FitRun, logged: Iterable[str]) -> None:
             )
 
 
-def warn_of_misspelt_monitors(run: FitRun, logged: Collection[str]) -> None:
+def warn_of_unlogged_metrics(run: FitRun, logged: Collection[str]) -> None:
     """Warn on rank 0 of monitored metrics of validation that resemble one that it logs.
 
     It is no error, since the metric may still be logged later. Only names that begin with "val" are

@@ -136,13 +136,15 @@ def test_a_shortened_run_ends_at_once_with_a_message(capsys, shorter):
         assert after[name] == before[name], name
 
 
-def test_a_stopped_run_goes_on_to_a_raised_minimum():
+def test_a_stopped_run_goes_on_to_a_raised_minimum(capsys):
     """The run had decided to stop; with a minimum above it goes on to that."""
     stop = {"max_epochs": 9, "more": [EarlyStopping("val", stopping_threshold=1e9)]}
     assert trained("run", **stop)["place"][0] == EPOCH
-    assert trained("run", **stop)["place"][0] == EPOCH  # nothing is left to do
+    assert trained("run", **stop)["place"][0] == EPOCH
+    assert "Nothing is left to do: the run stopped there." in capsys.readouterr().out
     stop["more"] = [EarlyStopping("val", stopping_threshold=1e9)]
     assert trained("run", **stop, min_epochs=3)["place"][0] == 3 * EPOCH
+    assert "Nothing is left to do" not in capsys.readouterr().out
     whole = trained("whole", **(stop | {"more": []}), max_steps=3 * EPOCH)
     assert_same(trained("run", **(stop | {"more": []}), max_steps=1)["weights"], whole["weights"])
 

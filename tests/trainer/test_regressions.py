@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import signal
 import traceback
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
+from trainer.errors import Preempted
 
 
 class Line(TrainModule):
@@ -118,6 +120,24 @@ def test_a_resumed_run_prints_its_checkpoint(capsys):
     )
     make(max_epochs=2, **arguments).fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="auto")
     assert "Nothing is left to do: the Trainer's max_epochs" in capsys.readouterr().out
+
+
+class Interrupted(Line):
+    def validation_step(self, batch, batch_idx):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_run_that_resumes_for_its_last_validation_has_something_left_to_do(capsys):
+    arguments = {"project_dir": "run", "num_sanity_val_steps": 0}
+    loaders = DataLoader(data(), batch_size=2), DataLoader(data(), batch_size=2)
+    with pytest.raises(Preempted):
+        make(**arguments).fit(Interrupted(), *loaders)
+    trainer = make(**arguments)
+    trainer.fit(Line(), *loaders, ckpt_path="auto")
+    assert (trainer.global_step, trainer.validations) == (4, 1)
+    said = capsys.readouterr().out
+    assert "(epoch 1, update 4)." in said
+    assert "Nothing is left to do" not in said
 
 
 class LineOfAnotherRate(Line):

@@ -42,6 +42,7 @@ from trainer.loops.dataloaders import (
     make_epoch_iterators,
 )
 from trainer.loops.device_transfer import DeviceTransfer, counts_items
+from trainer.loops.fit import should_end
 from trainer.loops.fit_state import load_datamodule, load_run, load_weights
 from trainer.loops.lifecycle import Stage
 from trainer.loops.module_flags import ModuleState
@@ -332,7 +333,7 @@ def start_fit(run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path:
     elif ckpt_path == "auto":  # so that the user notices a wrong folder
         empty = ", ".join(map(str, context.folders.all_roots()))
         context.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
-    over = context.length.reached(run.counters, run.seconds) or run.stopping.decided()
+    over = _is_over(run)
     if context.warns and not over:
         warn_of_no_validation(run)
         warn_of_unregistered_layers(run)
@@ -417,21 +418,24 @@ def _resume(run: FitRun, chosen: Path, *, back: bool) -> int | None:
     # Only after loading has succeeded: the checkpoint may not match the run.
     if back and context.project.leave_branch(chosen, context.folders, offset):
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
-    why = ""
-    if context.length.reached(run.counters, run.seconds):
+    if _is_over(run):
         length = context.length
-        limits = {
-            "max_epochs": length.max_epochs,
-            "max_steps": length.max_steps,
-            "max_time": length.max_seconds,
-        }
-        names = " or ".join(name for name, limit in limits.items() if limit is not None)
-        why = f"the Trainer's {names} is reached."
-    elif run.stopping.decided():
         why = "the run stopped there. To train further, pass the checkpoint's path as ckpt_path."
-    if why:
+        if length.reached(run.counters, run.seconds):
+            limits = {
+                "max_epochs": length.max_epochs,
+                "max_steps": length.max_steps,
+                "max_time": length.max_seconds,
+            }
+            names = " or ".join(name for name, limit in limits.items() if limit is not None)
+            why = f"the Trainer's {names} is reached."
         context.accelerator.print(f"Nothing is left to do: {why}")
     return offset
+
+
+def _is_over(run: FitRun) -> bool:
+    """Return whether no update is left, and no work that a signal left due after the last one."""
+    return not run.saving.update_unfinished and should_end(run)
 
 
 def prepare_evaluation(stage: Stage, dataloaders: Any, ckpt_path: Any, counters: Counters) -> Run:

@@ -222,6 +222,12 @@ def test_options_go_over_files_and_later_files_over_earlier_ones():
     assert (config.data.init_args.noise, config.data.init_args.count) == (0.75, 24)
 
 
+def test_the_content_of_a_file_may_be_given_in_its_place():
+    text = "trainer:\n  max_epochs: 7\n  log_every: 3\n"
+    config = line_of().parse(["base.yaml", "--config", text, "--config={trainer: {log_every: 8}}"])
+    assert (config.trainer.max_epochs, config.trainer.log_every) == (7, 8)
+
+
 def test_arguments_that_are_no_plain_values_are_read():
     trainer = made(
         *("base.yaml", "--trainer.log_every", "3", "--trainer.max_time", "{minutes: 90}"),

@@ -266,6 +266,8 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
         try:
             content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         except OSError as error:
+            if _is_content(file):
+                continue
             raise CommandError(f"{file}: {error.strerror}", code=2) from None
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             what = str(error).replace("<unicode string>", file)
@@ -277,6 +279,14 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
         if isinstance(found, dict) and all(isinstance(target, str) for target in found.values()):
             links = found  # the last file's replaces the others, as for any dict
     return links
+
+
+def _is_content(text: str) -> bool:
+    """Return whether ``--config`` was given a configuration itself, as the parser also accepts."""
+    try:
+        return isinstance(yaml.safe_load(text), dict)
+    except yaml.YAMLError:
+        return False
 
 
 def _is_data(value: Any) -> bool:

@@ -189,7 +189,7 @@ def test_metric_logged_only_in_the_sanity_check_counts_as_not_logged():
 
 class Scores(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("train_loss", 1.0)
+        self.log_dict({"train_loss": 1.0, "value_loss": 1.0})
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -223,7 +223,7 @@ def test_a_misspelt_monitor_is_told_before_training(who, caplog):
     assert messages(caplog) == [f"{text} Did you mean 'val_loss'?"]
 
 
-@pytest.mark.parametrize("name", ["val_loss", "train_loss", "valuation"])
+@pytest.mark.parametrize("name", ["val_loss", "train_loss", "value_loss", "valuation"])
 def test_a_monitor_that_is_logged_later_is_not_called_misspelt(name, caplog):
     trainer = quiet_trainer(
         max_epochs=1, callbacks=EarlyStopping(name), num_sanity_val_steps=1, log_every=1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ _OF_A_PROCESS = {
 _SHARED = (
     "Choose a value once and share it: trainer.utils.broadcast_object_list([value])[0] is rank 0's."
 )
+_OF_VALIDATION = re.compile(r"val(id(ation)?)?(?![a-z])")  # begins names of its metrics
 _Decider = EarlyStopping | ModelCheckpoint | SpikeDetection | Timer
 
 
@@ -396,15 +398,17 @@ def check_reachable(run: FitRun, logged: Iterable[str]) -> None:
 def warn_of_unlogged_metrics(run: FitRun, logged: Collection[str]) -> None:
     """Warn on rank 0 of monitored metrics of validation that resemble one that it logs.
 
-    It is no error, since the metric may still be logged later. Only names that begin with "val" are
-    compared: others, such as train_accuracy, are of training and may resemble one of validation.
+    It is no error, since the metric may still be logged later. Only names such as val_loss and
+    valid/loss are compared: others, such as train_loss and value_loss, may be of training.
 
     Args:
         run: The fit.
         logged: The names that validation logged in the sanity check.
     """
     for name in sorted({name for _, name in monitors_of(run)} - run.metrics.names):
-        if run.context.warns and name.startswith("val") and (hint := suggested(name, logged)):
+        if not (run.context.warns and _OF_VALIDATION.match(name)):
+            continue
+        if hint := suggested(name, logged):
             logger.warning(
                 "The monitored metric %r was not logged in the sanity check.%s", name, hint
             )

@@ -144,7 +144,7 @@ def suggest_arguments(**instead: str) -> Callable[[Callable[P, R]], Callable[P, 
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        names = [*inspect.signature(method).parameters]
+        names = [*inspect.signature(method).parameters][1:]  # without self
         owner = method.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(method)
@@ -165,7 +165,7 @@ def check_arguments(
 
     Args:
         owner: The method, for the message.
-        names: The names of its parameters, ``self`` first.
+        names: The names of its arguments.
         instead: Argument names of other trainers, each with what to write instead.
         given: The keyword arguments of the call.
 
@@ -179,7 +179,7 @@ def check_arguments(
             return f"; leave it out{nothing}." if nothing != right else f"; use {right}."
         near = get_close_matches(name, names, n=1, cutoff=0.7)
         near = near or [each for each in names if each.startswith(name)]
-        return f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(names[1:])}."
+        return f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(names)}."
 
     raise_findings(
         [

@@ -457,8 +457,7 @@ class Trainer:
                 saved. It is a subclass of ``SystemExit``.
         """
         if unknown:
-            names = [*inspect.signature(Trainer.fit).parameters]
-            names.remove("unknown")
+            names = [*inspect.signature(Trainer.fit).parameters][1:-1]  # without self and unknown
             check_arguments("Trainer.fit", names, FIT_ARGUMENTS, unknown)
         if self._context.settings.length.endless:
             raise ValueError(

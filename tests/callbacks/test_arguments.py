@@ -71,6 +71,12 @@ NAN, INFINITY = float("nan"), float("inf")
         ),
         (
             Trainer(barebones=True).fit,
+            {"s": 1},
+            "Trainer.fit has no argument 's'; it has module, train_dataloaders, val_dataloaders, "
+            "datamodule, ckpt_path, model.",
+        ),
+        (
+            Trainer(barebones=True).fit,
             {"ckpt": "auto", "val_dataloader": 1, "dataloaders": 1, "epochs": 3},
             "Trainer.fit has no argument 'ckpt'. Did you mean 'ckpt_path'?\n"
             "Trainer.fit has no argument 'val_dataloader'. Did you mean 'val_dataloaders'?\n"

@@ -178,7 +178,7 @@ def evaluate_loader(
 
 
 def evaluate_dummy(run: Run, step: Callable[..., Any], batch: Any, where: tuple[int, ...]) -> None:
-    """Run a step on a dummy batch; None if this rank's data ended before the first batch."""
+    """Run a step on a dummy batch, or do nothing if this rank's data has no batch at all."""
     if batch is not None:
         with isolated_dummy(run):
             step(detach(batch), *where)

@@ -119,7 +119,7 @@ def _check_number(what: str, here: list[Any], saved: list[Any]) -> None:
 def _check_parameters(
     saved: Sequence[Sequence[str | None]], here: Sequence[Sequence[str | None]]
 ) -> None:
-    """Raise if an optimizer has other parameters or groups than the saved one; torch counts."""
+    """Raise if an optimizer has other parameters or groups than the saved one, naming them."""
     before, now = ({name for group in groups for name in group if name} for groups in (saved, here))
     differences = [
         f"{what} {', '.join(sorted(names))}"

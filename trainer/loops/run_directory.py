@@ -235,7 +235,7 @@ class Project:
             # still due.
             if self.record.exists():
                 if not JsonlTracker(self.record).ends_record(offset or 0):
-                    self.record.rename(unused_name(self.record))  # of another run
+                    self.record.rename(unused_name(self.record))  # not of this checkpoint
                 elif later:
                     shutil.copy2(self.record, unused_name(self.record))
             leave_branch(chosen, later)

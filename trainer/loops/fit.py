@@ -28,8 +28,8 @@ from trainer.loops.preemption import interactive
 from trainer.loops.preflight import (
     check_reachable,
     warn_of_missed,
-    warn_of_unlogged_metrics,
     warn_of_shared_names,
+    warn_of_unlogged_metrics,
 )
 from trainer.loops.profiler import DATA, VALIDATING
 from trainer.loops.state import FitRun

@@ -78,7 +78,9 @@ def load_example(name: str) -> ModuleType:
 
 def results(output: str) -> list[str]:
     """The lines that a script prints, without those of the Trainer on what it starts from."""
-    return re.sub(r"^(No checkpoint in|Resuming from) .*\n", "", output, flags=re.M).splitlines()
+    return re.sub(
+        r"^(No checkpoint in|Resuming from|Nothing is left to do:) .*\n", "", output, flags=re.M
+    ).splitlines()
 
 
 def printed(output: str, name: str) -> str:

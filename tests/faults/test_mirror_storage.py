@@ -161,7 +161,7 @@ def test_checkpoints_that_come_faster_than_their_uploads_do_not_pile_up(url, tmp
 
     with following(rule):
         saving(tmp_path / "run", url, 2, commits)
-    assert len(most) > 10
+    assert len(most) > 4  # of 16 checkpoints, as some are removed before their upload
     assert max(most) == 1
     assert steps(tmp_path / "bucket") == [16]
 

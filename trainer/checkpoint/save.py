@@ -161,7 +161,8 @@ def run_on_all_ranks(
     except Exception as error:  # any type: the other ranks wait for the outcome
         if collective_mismatch(error, operation):
             raise
-        cause = error
+        # A CheckpointError's message is complete, and would be printed twice.
+        cause = error.__cause__ if isinstance(error, CheckpointError) else error
         outcome = None, _describe(error)
         payload = pickle.dumps(outcome)
     outcomes: list[Any] = [outcome]

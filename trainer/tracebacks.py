@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from trainer.environment import read_flag
 
 FULL = "CADENCE_FULL_TRACEBACK"
 _HERE = Path(__file__).parents[1]
 _PACKAGES = tuple(f"{_HERE / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
 _BETWEEN = contextlib.__file__, "<string>"  # the latter is the constructor of a dataclass
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 class HiddenFrames:
@@ -79,6 +76,8 @@ def shorten(error: BaseException) -> int:
     Returns:
         The number of removed frames; 0 if Cadence itself raised the error.
     """
+    import torch  # slow, and some commands do not need it
+
     if read_flag(FULL):
         return 0
     entries: list[TracebackType] = []
@@ -86,13 +85,14 @@ def shorten(error: BaseException) -> int:
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
+    of_torch = f"{Path(torch.__file__).parent}{os.sep}"
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
     # Frames of a failure inside torch stay, even if Cadence called torch.
-    last = max((n for n, file in enumerate(files) if not file.startswith(_TORCH)), default=0)
+    last = max((n for n, file in enumerate(files) if not file.startswith(of_torch)), default=0)
     ours: list[bool] = []
     for number, file in enumerate(files):
         # Below our frames, contextlib enters our context managers, and torch calls the user's code.
-        between = file in _BETWEEN or (file.startswith(_TORCH) and number < last)
+        between = file in _BETWEEN or (file.startswith(of_torch) and number < last)
         ours.append(file.startswith(_PACKAGES) or (between and ours[-1:] == [True]))
     kept: TracebackType | None = None
     for entry, hide in zip(reversed(entries), reversed([*ours[:-1], False]), strict=False):

@@ -95,7 +95,7 @@ def choice_error(what: str, value: object, choices: Iterable[str]) -> str:
     near = get_close_matches(str(value), names, n=1)
     near = near or [name for name in names if str(value).startswith(name)]  # "bf16-mixed"
     must = f"t must be one of {', '.join(map(repr, names))}."
-    if near:  # checked first, since there may be many choices
+    if near:  # said first, since the choices may be many
         return f"{what} is {value!r}. Did you mean {near[0]!r}? I{must}"
     return f"{what} is {value!r}; i{must}"
 
